@@ -1,0 +1,1 @@
+"""prefixcache: a forkable prefix cache and parallel sampling for language models."""

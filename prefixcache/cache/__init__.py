@@ -1,0 +1,1 @@
+"""The cache: block pool, prefix trie, block tables, fork, eviction, events. No torch."""

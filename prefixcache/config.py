@@ -1,0 +1,76 @@
+"""The engine's configuration: frozen, validated once, when it is made."""
+
+from dataclasses import dataclass
+
+from prefixcache.errors import ConfigurationError
+
+DEFAULT_MODEL = "smollm2"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that is fixed while an engine lives. Flags of `prefixcache serve` map to fields.
+
+    model: "smollm2" (the default model), a safetensors directory, a hub id, or a .gguf file.
+    dtype: "auto" (float32 on the CPU, bfloat16 on CUDA), "float32", "bfloat16" or "float16".
+    device: "auto", "cpu" or "cuda".
+    max_model_len: longest sequence in tokens; None is the model's own length; "auto" is the
+        longest that the pool holds.
+    block_size: tokens in a KV block, a power of two from 1 to 128.
+    num_gpu_blocks_override: size of the pool in blocks; otherwise it follows from memory.
+    kv_cache_memory_bytes: memory of the pool on the CPU; None takes a quarter of what is free.
+    gpu_memory_utilization: share of the device that weights, a peak step and the pool may take.
+    max_num_seqs: sequences that run at once, so also the most branches of one request.
+    max_num_batched_tokens: token budget of a step.
+    max_queue: requests that may wait.
+    wait_for_inflight: let a request wait for prompt blocks that another is computing just now.
+    seed: base of the random streams of requests without a seed; None draws one at start.
+    digest_seed: seed of the block digests; None draws a secret one at start.
+    max_leases: kept sequences (`keep_seconds`) at once; max_keep_seconds bounds each.
+    num_threads: CPU threads of the model; None leaves it to torch.
+    """
+
+    model: str = DEFAULT_MODEL
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | str | None = None
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_queue: int = 1024
+    enable_prefix_caching: bool = True
+    wait_for_inflight: bool = True
+    seed: int | None = None
+    digest_seed: int | None = None
+    max_leases: int = 1024
+    max_keep_seconds: float = 3600.0
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype {self.dtype!r}")
+        _require(self.device in ("auto", "cpu", "cuda"), f"device {self.device!r}")
+        size = self.block_size
+        _require(1 <= size <= 128 and size & (size - 1) == 0, f"block_size {size}: a power of two")
+        _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization must be in (0, 1]")
+        _require(self.max_num_seqs >= 1, "max_num_seqs must be at least 1")
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+            f"({self.max_num_seqs}): each running sequence takes one token of a step",
+        )
+        _require(self.max_queue >= 0, "max_queue must not be negative")
+        if isinstance(self.max_model_len, str):
+            _require(self.max_model_len == "auto", f"max_model_len {self.max_model_len!r}")
+        elif self.max_model_len is not None:
+            _require(self.max_model_len >= 2, "max_model_len must be at least 2")
+        if self.num_gpu_blocks_override is not None:
+            _require(self.num_gpu_blocks_override >= 1, "num_gpu_blocks_override must be positive")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigurationError(message)

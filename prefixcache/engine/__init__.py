@@ -1,0 +1,1 @@
+"""Sequences, scheduler, model runner, sampler and the engine loop."""

@@ -1,0 +1,351 @@
+"""Commands into the engine and events out of it: plain frozen data that serialises.
+
+One batch of commands goes in before a step, one batch of events comes out after it, so that the
+engine can run in a thread or in a process of its own. Nothing here refers to engine objects.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prefixcache.errors import PrefixCacheError
+from prefixcache.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+TokenIds = tuple[int, ...]
+
+# ---------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Run a prompt. `request_id` is unique among live requests of the whole engine."""
+
+    request_id: str
+    prompt_token_ids: TokenIds
+    params: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+    keep_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ForkBranch:
+    """One branch of a Fork: a parent, how much of it to keep, and what comes behind.
+
+    position: tokens of the parent that are kept, 1 to its length; None keeps all of them, the
+        last sampled one included.
+    token_ids: forced continuation behind them.
+    """
+
+    parent_id: str
+    params: SamplingParams
+    position: int | None = None
+    token_ids: TokenIds = ()
+    keep_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Run branches of live or kept sequences, several parents in one call. Index = branch."""
+
+    request_id: str
+    branches: tuple[ForkBranch, ...]
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-probabilities of given continuations behind one prefix. Index = continuation."""
+
+    request_id: str
+    prefix_token_ids: TokenIds
+    continuations: tuple[TokenIds, ...]
+    cache_salt: str = ""
+    priority: int = 0
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a live request, all its sequences; unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give back a kept sequence, or abort a live one; with `subtree` its descendants too.
+
+    Answered by Reply with a ReleaseReceipt, or NotFound.
+    """
+
+    call_id: str
+    sequence_id: str
+    subtree: bool = False
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ListSequences:
+    """Answered by Reply with a tuple of SequenceInfo, of this salt only."""
+
+    call_id: str
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GetStats:
+    """Answered by Reply with a CacheStats."""
+
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """Drop every cached block of this salt that is not in use; None: of all salts.
+
+    Answered by Reply with the number of blocks freed.
+    """
+
+    call_id: str
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinPrefix:
+    """Keep the cached full blocks of a prompt from eviction. Answered by Reply with a PinInfo."""
+
+    call_id: str
+    token_ids: TokenIds
+    seconds: float
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UnpinPrefix:
+    """Answered by Reply with a PinInfo, or NotFound."""
+
+    call_id: str
+    pin_id: str
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SubscribeEvents:
+    """Answered by Reply with the backlog after `after`; CacheEvents batches follow.
+
+    after: last sequence number that the subscriber has; None starts at the present.
+    Answered with FailedPrecondition where the backlog no longer reaches back so far.
+    """
+
+    call_id: str
+    after: int | None = None
+    with_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UnsubscribeEvents:
+    """End the subscription that `call_id` began."""
+
+    call_id: str
+
+
+Command = (
+    Generate
+    | Fork
+    | Score
+    | Abort
+    | Release
+    | ListSequences
+    | GetStats
+    | FlushCache
+    | PinPrefix
+    | UnpinPrefix
+    | SubscribeEvents
+    | UnsubscribeEvents
+)
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token there, and the most probable ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one sequence. cached + forked + computed = prompt; each token counts once.
+
+    Samples of one request share a prompt: only index 0 counts it, the others have prompt = 0.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    forked_tokens: int = 0
+    computed_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A sequence has been admitted; the first event of each index."""
+
+    request_id: str
+    index: int
+    sequence_id: str
+    stream_key: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_forked_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step added to a sequence. `text` may lag behind the tokens by part of a character.
+
+    prompt_logprobs: on the first Output only, where asked for; one entry a prompt token, the
+        first one None.
+    """
+
+    request_id: str
+    index: int
+    token_ids: TokenIds = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of an index. The request ends with the last index.
+
+    stop_reason: the stop string or stop token id that ended it, else None.
+    next_token: with max_tokens = 0, the distribution of the token that would come next:
+        token_id is the most probable one.
+    kept_seconds: how long the sequence can still be forked; 0 where it was not kept.
+    """
+
+    request_id: str
+    index: int
+    reason: FinishReason
+    stop_reason: str | int | None
+    usage: Usage
+    kept_seconds: float = 0.0
+    next_token: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The whole request ended in an error, perhaps before it began."""
+
+    request_id: str
+    error: PrefixCacheError
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a command with a `call_id`."""
+
+    call_id: str
+    value: object = None
+    error: PrefixCacheError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """One change of the trie, numbered without gaps from 1.
+
+    kind: "stored" (blocks entered the trie behind `parent`), "removed" or "cleared" (all went).
+    digests: one a block, in order; 16 bytes each.
+    token_ids: of the stored blocks, where the subscriber asked for them.
+    """
+
+    number: int
+    kind: Literal["stored", "removed", "cleared"]
+    parent: bytes = b""
+    digests: tuple[bytes, ...] = ()
+    block_size: int = 0
+    token_ids: TokenIds = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """A batch for the subscription that `call_id` began."""
+
+    call_id: str
+    events: tuple[CacheEvent, ...]
+
+
+Event = Started | Output | Finished | Failed | Reply | CacheEvents
+
+# ---------------------------------------------------------------- values of replies
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """One live or kept sequence as ListSequences shows it."""
+
+    sequence_id: str
+    parent_id: str
+    request_id: str
+    state: Literal["waiting", "running", "kept"]
+    num_tokens: int
+    fork_position: int
+    own_blocks: int
+    shared_blocks: int
+    stream_key: int
+    kept_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseReceipt:
+    """What a Release did."""
+
+    sequence_ids: tuple[str, ...]
+    blocks_freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinInfo:
+    """A pin: what it covers and for how long."""
+
+    pin_id: str
+    num_tokens: int
+    num_blocks: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Pool and counters at one moment. Token counters are over all admitted requests."""
+
+    block_size: int
+    blocks_total: int
+    blocks_free: int
+    blocks_evictable: int
+    blocks_in_use: int
+    blocks_pinned: int
+    sequences_running: int
+    sequences_waiting: int
+    sequences_kept: int
+    prompt_tokens: int
+    cached_tokens: int
+    forked_tokens: int
+    computed_tokens: int
+    recomputed_tokens: int
+    completion_tokens: int
+    preemptions: int
+    forks: int
+    block_copies: int
+    evicted_blocks: int
+    requests_finished: int
+    requests_aborted: int
+    requests_failed: int
+    same_bits: bool
+    extra: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,71 @@
+"""The error tree. Every error that a caller can meet is one of these, with a sentence that says what to do.
+
+PrefixCacheError
+├── InvalidArgument      a request is wrong in itself; names the field
+├── NotFound             no such sequence, pin or request (also: expired, or another tenant's)
+├── AlreadyExists        the request id is in use
+├── FailedPrecondition   right in itself, but not in this state
+├── ResourceExhausted    can never fit, or the queue is full; carries the arithmetic
+├── Unavailable          draining, or the engine is down
+├── Unimplemented        a documented part of the contract that this build lacks
+├── Cancelled            aborted by its caller
+├── Internal             a fault of ours; the request ends, the engine goes on
+├── ModelError           a model cannot be loaded: unknown architecture, missing tensor, broken file
+└── ConfigurationError   the server cannot start as configured
+"""
+
+
+class PrefixCacheError(Exception):
+    """Base of all errors raised by prefixcache."""
+
+
+class InvalidArgument(PrefixCacheError):
+    """A request is wrong in itself. `field` is its dotted path in the request message."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+    def __reduce__(self) -> tuple[type["InvalidArgument"], tuple[str, str]]:
+        return InvalidArgument, (self.field, self.message)
+
+
+class NotFound(PrefixCacheError):
+    """Unknown, expired, or not the caller's."""
+
+
+class AlreadyExists(PrefixCacheError):
+    """The request id is in use by a live request."""
+
+
+class FailedPrecondition(PrefixCacheError):
+    """The request is right in itself but not in the present state."""
+
+
+class ResourceExhausted(PrefixCacheError):
+    """The request can never fit the configured limits, or the queue is full."""
+
+
+class Unavailable(PrefixCacheError):
+    """The engine is draining or down; try again, or elsewhere."""
+
+
+class Unimplemented(PrefixCacheError):
+    """A part of the contract that this build does not have yet."""
+
+
+class Cancelled(PrefixCacheError):
+    """The caller aborted the request."""
+
+
+class Internal(PrefixCacheError):
+    """A fault of ours. The request that met it ends; the engine goes on."""
+
+
+class ModelError(PrefixCacheError):
+    """A model cannot be loaded; the message names the file, tensor or field."""
+
+
+class ConfigurationError(PrefixCacheError):
+    """The engine cannot start as configured; the message shows the arithmetic."""

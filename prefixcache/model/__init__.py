@@ -1,0 +1,1 @@
+"""The decoder, its weights and tokenizer, the KV tensors and the attention metadata."""

@@ -1,0 +1,1 @@
+"""The gRPC service, its clients, the command line and the HTTP side."""
