@@ -1,6 +1,5 @@
 """What a caller may ask of a generation. Owns validation; knows no engine state."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -92,6 +91,7 @@ class SamplingParams:
             check.integer("max_tokens", self.max_tokens, 0, 2**31 - 1)
         longest = 2**31 - 1 if self.max_tokens is None else self.max_tokens
         check.integer("min_tokens", self.min_tokens, 0, longest)
+        check.require("stop", not isinstance(self.stop, str), "must be a list of strings")
         check.length("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
             check.require("stop", text != "", "a stop string must not be empty")
@@ -136,7 +136,8 @@ class _Checker:
     def number(
         self, name: str, value: float, low: float, high: float, *, above_low: bool = False
     ) -> None:
-        ok = isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high
+        # Compared, not converted: NaN fails, and a whole number beyond any float does not raise.
+        ok = isinstance(value, (int, float)) and low <= value <= high
         ok = ok and not (above_low and value == low)
         bracket = "(" if above_low else "["
         self.require(name, ok, f"must be a number in {bracket}{low:g}, {high:g}], not {value!r}")
