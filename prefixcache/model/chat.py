@@ -115,7 +115,7 @@ def _now(form: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks a model's words for training; here: the words."""
+    """`{% generation %}…{% endgeneration %}` marks a model's words; they stay as they are."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's interface)
 

@@ -24,8 +24,10 @@ import torch
 from prefixcache.errors import ModelError
 
 READABLE_TYPES = frozenset(
-    ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-    + ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+    (
+        *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+    )
 )
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
@@ -149,7 +151,7 @@ class _Cursor:
         return self._scalar("<Q", "the tensor count"), self._scalar("<Q", "the field count")
 
     def metadata(self, count: int) -> dict[str, Any]:
-        """All fields; each takes at least 13 bytes, which bounds what a hostile count can ask for."""
+        """All fields; each takes at least 13 bytes, which bounds what a false count can ask for."""
         self._check_count(count, 13, "metadata fields")
         fields: dict[str, Any] = {}
         for _ in range(count):

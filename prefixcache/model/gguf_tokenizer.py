@@ -1,8 +1,8 @@
 """Building a Tokenizer from the metadata of a GGUF file.
 
 Owns the two vocabulary kinds that Llama-shaped models use, byte-level BPE ("gpt2") and
-SentencePiece ("llama"), and how each kind of text is split before merging. A GGUF file names that split and does
-not hold it; the expressions here are those of the models' own tokenizer.json files.
+SentencePiece ("llama"), and how each kind of text is split before merging. A GGUF file names
+that split and does not hold it; the expressions here are those of the models' own tokenizer.json.
 """
 
 from collections.abc import Mapping, Sequence

@@ -99,7 +99,8 @@ def check_shapes(config: ModelConfig, weights: Weights) -> None:
     """Check that the checkpoint holds what the configuration implies, and nothing that we'd ignore.
 
     Raises ModelError naming the tensor: missing, of another shape, of an unreadable type, or
-    present though this decoder has no place for it (an ignored bias would give wrong answers in silence).
+    present though this decoder has no place for it (a bias ignored in silence
+    would give wrong answers).
     """
     expected: set[str] = set()
     names = weights.names()
