@@ -1,4 +1,4 @@
-"""The error tree. Every error that a caller can meet is one of these, with a sentence that says what to do.
+"""The error tree: every error that a caller can meet, each with a sentence that says what to do.
 
 PrefixCacheError
 ├── InvalidArgument      a request is wrong in itself; names the field

@@ -1,1 +1,28 @@
-"""The cache: block pool, prefix trie, block tables, fork, eviction, events. No torch."""
+"""The cache: which physical blocks hold which tokens, and who uses them. No torch, no model.
+
+Start reading at `manager.py`; `trie.py` is the data structure, `eviction.py` the order of reuse.
+"""
+
+from prefixcache.cache.digest import block_digest, namespace_key
+from prefixcache.cache.events import CacheObserver
+from prefixcache.cache.integrity import IntegrityError, check_integrity
+from prefixcache.cache.manager import BlockManager, token_bytes
+from prefixcache.cache.pool import NoFreeBlocks
+from prefixcache.cache.table import BlockCopy, BlockTable, Lease, Pin
+from prefixcache.cache.trie import Match
+
+__all__ = [
+    "BlockCopy",
+    "BlockManager",
+    "BlockTable",
+    "CacheObserver",
+    "IntegrityError",
+    "Lease",
+    "Match",
+    "NoFreeBlocks",
+    "Pin",
+    "block_digest",
+    "check_integrity",
+    "namespace_key",
+    "token_bytes",
+]
