@@ -1,0 +1,1 @@
+"""Generated stubs of package prefixcache.v1; `python protos/generate.py` makes them."""
