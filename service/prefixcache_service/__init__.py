@@ -1,1 +1,33 @@
 """The gRPC service, its clients, the command line and the HTTP side."""
+
+from prefixcache_service.aio import AsyncClient, AsyncStream
+from prefixcache_service.client import Client, Stream
+from prefixcache_service.requests import Branch, Prompt, Sampling
+from prefixcache_service.results import (
+    Completion,
+    ContinuationScore,
+    Delta,
+    GenerateResult,
+    ModelInfo,
+    ScoreResult,
+    TokenLogprob,
+    TokenLogprobs,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Branch",
+    "Client",
+    "Completion",
+    "ContinuationScore",
+    "Delta",
+    "GenerateResult",
+    "ModelInfo",
+    "Prompt",
+    "Sampling",
+    "ScoreResult",
+    "Stream",
+    "TokenLogprob",
+    "TokenLogprobs",
+]

@@ -1,0 +1,17 @@
+"""What both ends of a channel must agree on."""
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 50051
+DEFAULT_TARGET = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
+
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+CLIENT_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)

@@ -1,0 +1,215 @@
+"""What a caller writes in Python to requests of the wire; shared by both clients.
+
+Pure. Checks only what the wire cannot carry; the server checks the rest, and names the field.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, TypeVar
+
+from google.protobuf.message import Message
+
+from prefixcache.errors import InvalidArgument
+from prefixcache_service.v1 import prefixcache_pb2 as pb
+
+M = TypeVar("M", bound=Message)
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages with "role" and "content"."""
+
+
+class Sampling(TypedDict, total=False):
+    """How to draw tokens; see SamplingParams in the proto for ranges and defaults.
+
+    max_tokens left out means until the model's length.
+    """
+
+    n: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    stream_key: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    skip_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One continuation of a sequence that runs or is kept.
+
+    text or token_ids: put behind the parent before sampling goes on; at most one of them.
+    position: tokens of the parent to keep, prompt included; None keeps all.
+    keep_seconds, sampling: for this branch, instead of what the call says.
+    """
+
+    parent_sequence_id: str
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    position: int | None = None
+    keep_seconds: float | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What Generate, Fork and Score have in common."""
+
+    request_id: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        """As fields of a request."""
+        return {
+            "request_id": self.request_id,
+            "cache_salt": self.cache_salt,
+            "priority": self.priority,
+        }
+
+
+def generate(
+    prompt: Prompt, common: Common, keep_seconds: float, sampling: Sampling
+) -> pb.GenerateRequest:
+    """A GenerateRequest; raises InvalidArgument for values that the wire cannot carry."""
+    return _make(
+        pb.GenerateRequest,
+        sampling=sampling_params(sampling),
+        keep_seconds=keep_seconds,
+        **common.fields(),
+        **_prompt(prompt),
+    )
+
+
+def fork(
+    branches: Sequence[Branch], common: Common, keep_seconds: float, sampling: Sampling
+) -> pb.ForkRequest:
+    """A ForkRequest; a branch's own sampling is laid over the call's."""
+    return _make(
+        pb.ForkRequest,
+        branches=[
+            _branch(branch, f"branches[{index}]", sampling) for index, branch in enumerate(branches)
+        ],
+        sampling=sampling_params(sampling),
+        keep_seconds=keep_seconds,
+        **common.fields(),
+    )
+
+
+def _branch(branch: Branch, where: str, sampling: Sampling) -> pb.ForkBranch:
+    if branch.text is not None and branch.token_ids is not None:
+        raise InvalidArgument(f"{where}.text", "is given together with token_ids; give one of them")
+    own = None
+    if branch.sampling:
+        merged: Sampling = {**sampling, **branch.sampling}
+        if branch.sampling.get("stream_key") is not None and "seed" not in branch.sampling:
+            merged["seed"] = None  # the call's seed is for branches without a key of their own
+        own = sampling_params(merged, f"{where}.sampling")
+    return _make(
+        pb.ForkBranch,
+        where,
+        parent_sequence_id=branch.parent_sequence_id,
+        text=branch.text,
+        token_ids=None if branch.token_ids is None else _token_ids(branch.token_ids, where),
+        position=branch.position,
+        keep_seconds=branch.keep_seconds,
+        sampling=own,
+    )
+
+
+def score(
+    prefix: Prompt,
+    continuations: Sequence[str | Sequence[int]],
+    common: Common,
+    top_logprobs: int,
+) -> pb.ScoreRequest:
+    """A ScoreRequest."""
+    return _make(
+        pb.ScoreRequest,
+        continuations=[
+            _make(pb.Continuation, f"continuations[{index}]", **_prompt(continuation))
+            for index, continuation in enumerate(continuations)
+        ],
+        top_logprobs=top_logprobs,
+        **common.fields(),
+        **_prompt(prefix),
+    )
+
+
+def release(sequence_id: str, subtree: bool, cache_salt: str) -> pb.ReleaseRequest:
+    """A ReleaseRequest."""
+    return _make(pb.ReleaseRequest, sequence_id=sequence_id, subtree=subtree, cache_salt=cache_salt)
+
+
+def pin(prompt: Prompt, seconds: float, cache_salt: str) -> pb.PinPrefixRequest:
+    """A PinPrefixRequest."""
+    return _make(pb.PinPrefixRequest, seconds=seconds, cache_salt=cache_salt, **_prompt(prompt))
+
+
+def tokenize(prompt: Prompt, add_special_tokens: bool) -> pb.TokenizeRequest:
+    """A TokenizeRequest; of text or chat."""
+    fields = _prompt(prompt)
+    if "token_ids" in fields:
+        raise InvalidArgument("prompt", "give text or chat messages, not token ids")
+    return _make(pb.TokenizeRequest, add_special_tokens=add_special_tokens, **fields)
+
+
+def detokenize(token_ids: Sequence[int], skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    """A DetokenizeRequest."""
+    return _make(pb.DetokenizeRequest, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def sampling_params(options: Sampling, where: str = "sampling") -> pb.SamplingParams:
+    """The message of some options; those that are None stay unset. Raises InvalidArgument."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    return _make(pb.SamplingParams, where, **given)
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    if len(prompt) and isinstance(prompt[0], Mapping):
+        messages = [
+            _make(pb.ChatMessage, f"chat.messages[{index}]", **message)  # type: ignore[arg-type]
+            for index, message in enumerate(prompt)
+        ]
+        return {"chat": pb.ChatPrompt(messages=messages)}
+    return {"token_ids": _token_ids(prompt)}  # type: ignore[arg-type]
+
+
+def _token_ids(ids: Sequence[int], where: str = "") -> pb.TokenIds:
+    path = f"{where}.token_ids" if where else "token_ids"
+    return _named(path, lambda: pb.TokenIds(ids=ids))
+
+
+def _make(kind: type[M], where: str = "", **fields: Any) -> M:
+    """A message, field by field, so that one that does not fit is named."""
+    message = kind()
+    for name, value in fields.items():
+        path = f"{where}.{name}" if where else name
+        if name not in kind.DESCRIPTOR.fields_by_name:
+            raise InvalidArgument(path, "there is no such field")
+        if value is not None:
+            part = _named(path, lambda name=name, value=value: kind(**{name: value}))  # type: ignore[misc]
+            message.MergeFrom(part)
+    return message
+
+
+def _named(path: str, make: Callable[[], M]) -> M:
+    try:
+        return make()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(path, str(error)) from None

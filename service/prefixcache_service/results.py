@@ -1,0 +1,360 @@
+"""Responses of the wire to what a caller sees in Python; shared by both clients. Pure.
+
+What the engine's messages describe already (usage, sequences, pins, figures, cache events) is given
+in their form.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prefixcache.engine.messages import (
+    CacheEvent,
+    CacheStats,
+    FinishReason,
+    PinInfo,
+    ReleaseReceipt,
+    SequenceInfo,
+    Usage,
+)
+from prefixcache.errors import Internal
+from prefixcache_service.v1 import prefixcache_pb2 as pb
+
+_REASON: dict[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
+_STATE: dict[int, Literal["waiting", "running", "kept"]] = {
+    pb.SEQUENCE_STATE_WAITING: "waiting",
+    pb.SEQUENCE_STATE_RUNNING: "running",
+    pb.SEQUENCE_STATE_KEPT: "kept",
+}
+_KIND: dict[int, Literal["stored", "removed", "cleared"]] = {
+    pb.CacheEvent.KIND_STORED: "stored",
+    pb.CacheEvent.KIND_REMOVED: "removed",
+    pb.CacheEvent.KIND_CLEARED: "cleared",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its natural log-probability, and its bytes (perhaps part of a character)."""
+
+    token_id: int
+    logprob: float
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One position: the token there, None for the first one of a prompt, and the best ones."""
+
+    chosen: TokenLogprob | None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished sequence: a sample of a generate, or a branch of a fork.
+
+    stop_reason: the stop string or stop token id that ended it, else None.
+    num_cached_tokens: prompt tokens that came from the cache.
+    num_forked_tokens: prompt tokens taken over from the fork's parent.
+    kept_seconds: how long it can still be forked.
+    next_token: with max_tokens = 0, the distribution of the token that would come next.
+    """
+
+    index: int
+    sequence_id: str
+    stream_key: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    usage: Usage
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_forked_tokens: int
+    kept_seconds: float
+    next_token: TokenLogprobs | None
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum over the output's tokens, where log-probabilities were asked for; else 0."""
+        return sum(entry.chosen.logprob for entry in self.logprobs if entry.chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """All samples of one prompt, in order. The properties are those of the first."""
+
+    outputs: tuple[Completion, ...]
+
+    @property
+    def sequence_id(self) -> str:
+        """What to name in a fork."""
+        return self.outputs[0].sequence_id
+
+    @property
+    def stream_key(self) -> int:
+        """Key of the random stream."""
+        return self.outputs[0].stream_key
+
+    @property
+    def text(self) -> str:
+        """The output's text."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The output's tokens."""
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """One a token, where asked for."""
+        return self.outputs[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens, each counted once."""
+        return self.outputs[0].usage
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the cache."""
+        return self.outputs[0].num_cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one message added to one sequence. The first of an index, at admission, adds nothing."""
+
+    index: int
+    sequence_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuationScore:
+    """One scored continuation; sum_logprob is its whole log-probability."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    sum_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """Scores in the order of the continuations."""
+
+    scores: tuple[ContinuationScore, ...]
+    num_prefix_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model and the limits of a server; see GetModelInfoResponse."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_keep_seconds: float
+    enable_prefix_caching: bool
+    eos_token_ids: tuple[int, ...]
+    version: str
+
+
+class Assembler:
+    """Puts the messages of one call together. Feed it all of them, in order."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, _Part] = {}
+
+    def feed(self, response: pb.GenerateResponse) -> Delta:
+        """Take one message; returns what it adds."""
+        if response.WhichOneof("response") == "complete":
+            complete = response.complete
+            part = self._parts[complete.index]
+            part.complete = complete
+            return Delta(
+                complete.index, part.sequence_id, finish_reason=_REASON[complete.finish_reason]
+            )
+        chunk = response.chunk
+        if chunk.sequence_id:
+            self._parts[chunk.index] = _Part(chunk)
+        part = self._parts[chunk.index]
+        delta = Delta(
+            chunk.index,
+            part.sequence_id,
+            chunk.text,
+            tuple(chunk.token_ids),
+            tuple(map(_logprobs, chunk.logprobs)),
+        )
+        part.add(delta, chunk)
+        return delta
+
+    @property
+    def started(self) -> bool:
+        """True from the first message on."""
+        return bool(self._parts)
+
+    @property
+    def first_sequence_id(self) -> str:
+        """Of the sequence that was admitted first."""
+        return next(iter(self._parts.values())).sequence_id
+
+    def outputs(self) -> tuple[Completion, ...]:
+        """All sequences by index; raises Internal where the call ended without all of them."""
+        return tuple(self._parts[index].completion() for index in sorted(self._parts))
+
+
+@dataclass(slots=True)
+class _Part:
+    admission: pb.Chunk
+    complete: pb.Complete | None = None
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def sequence_id(self) -> str:
+        return self.admission.sequence_id
+
+    def add(self, delta: Delta, chunk: pb.Chunk) -> None:
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.prompt_logprobs.extend(map(_logprobs, chunk.prompt_logprobs))
+
+    def completion(self) -> Completion:
+        first, last = self.admission, self.complete
+        if last is None:
+            raise Internal("the server ended a call before all its sequences were complete")
+        stop = last.WhichOneof("stop_reason")
+        return Completion(
+            index=first.index,
+            sequence_id=first.sequence_id,
+            stream_key=first.stream_key,
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            finish_reason=_REASON[last.finish_reason],
+            stop_reason=getattr(last, stop) if stop else None,
+            usage=_usage(last.usage),
+            num_prompt_tokens=first.num_prompt_tokens,
+            num_cached_tokens=first.num_cached_tokens,
+            num_forked_tokens=first.num_forked_tokens,
+            kept_seconds=last.kept_seconds,
+            next_token=_logprobs(last.next_token) if last.HasField("next_token") else None,
+        )
+
+
+def _usage(message: pb.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+        forked_tokens=message.forked_tokens,
+        computed_tokens=message.computed_tokens,
+        completion_tokens=message.completion_tokens,
+    )
+
+
+def _logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        chosen=_logprob(message.chosen) if message.HasField("chosen") else None,
+        top=tuple(map(_logprob, message.top)),
+    )
+
+
+def _logprob(message: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.token_id, message.logprob, message.token)
+
+
+def score(response: pb.ScoreResponse) -> ScoreResult:
+    """The result of a score."""
+    return ScoreResult(
+        scores=tuple(
+            ContinuationScore(
+                tuple(one.token_ids), tuple(map(_logprobs, one.logprobs)), one.sum_logprob
+            )
+            for one in response.scores
+        ),
+        num_prefix_tokens=response.num_prefix_tokens,
+        num_cached_tokens=response.num_cached_tokens,
+    )
+
+
+def sequences(response: pb.ListSequencesResponse) -> tuple[SequenceInfo, ...]:
+    """The live tree."""
+    return tuple(
+        SequenceInfo(
+            sequence_id=info.sequence_id,
+            parent_id=info.parent_sequence_id,
+            request_id=info.request_id,
+            state=_STATE[info.state],
+            num_tokens=info.num_tokens,
+            fork_position=info.fork_position,
+            own_blocks=info.own_blocks,
+            shared_blocks=info.shared_blocks,
+            stream_key=info.stream_key,
+            kept_seconds=info.kept_seconds,
+        )
+        for info in response.sequences
+    )
+
+
+def receipt(response: pb.ReleaseResponse) -> ReleaseReceipt:
+    """What a release did."""
+    return ReleaseReceipt(tuple(response.sequence_ids), response.blocks_freed)
+
+
+def pin(response: pb.PinPrefixResponse | pb.UnpinPrefixResponse) -> PinInfo:
+    """A pin."""
+    message = response.pin
+    return PinInfo(message.pin_id, message.num_tokens, message.num_blocks, message.seconds)
+
+
+def stats(response: pb.GetCacheStatsResponse) -> CacheStats:
+    """Pool and counters; the fields have the same names on both sides."""
+    names = [name for name in CacheStats.__dataclass_fields__ if name != "extra"]
+    values = {name: getattr(response, name) for name in names}
+    return CacheStats(extra=dict(response.extra), **values)
+
+
+def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
+    """The model card; the fields have the same names on both sides."""
+    values = {name: getattr(response, name) for name in ModelInfo.__dataclass_fields__}
+    values["eos_token_ids"] = tuple(response.eos_token_ids)
+    return ModelInfo(**values)
+
+
+def cache_events(response: pb.WatchCacheEventsResponse) -> Iterable[CacheEvent]:
+    """The events of one message."""
+    for event in response.events:
+        yield CacheEvent(
+            number=event.number,
+            kind=_KIND[event.kind],
+            parent=event.parent,
+            digests=tuple(event.digests),
+            block_size=event.block_size,
+            token_ids=tuple(event.token_ids),
+        )

@@ -1,0 +1,154 @@
+"""The life of a server: ports, health, loading, serving, draining.
+
+Owns the order in which these happen, and the two promises that hang on it: SERVING only once the
+engine is warm, and out within the grace after SIGTERM. Knows nothing of single calls.
+
+    open ──▶ NOT_SERVING, calls UNAVAILABLE ──▶ load ──▶ SERVING ──▶ drain ──▶ closed
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from prefixcache.errors import ConfigurationError, Unavailable
+from prefixcache_service import http, log
+from prefixcache_service.calls import SERVICE, Calls
+from prefixcache_service.describe import describe
+from prefixcache_service.front import AsyncFront
+from prefixcache_service.limits import CHANNEL_OPTIONS
+from prefixcache_service.servicer import Servicer
+from prefixcache_service.web import WebServer
+
+if TYPE_CHECKING:
+    from prefixcache.engine.engine import Engine
+    from prefixcache.engine.loop import EngineLoop
+
+TOKENIZER_THREADS = 2
+HEALTH_CHECK_SECONDS = 0.25
+CLOSING_SECONDS = 0.3  # each for: statuses to go out, the engine to stop, the ports to close
+
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share it
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where to listen, and how long running calls may take once the server is to stop.
+
+    port, http_port: 0 takes any free one; http_port None means no HTTP side.
+    grace: seconds.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    http_host: str = "127.0.0.1"
+    http_port: int | None = 50052
+    grace: float = 10.0
+
+
+class Server:
+    """One server. Its methods belong to one event loop, and are called in the order below."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._front = AsyncFront()
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize")
+        self._servicer = Servicer(self._front, self._threads)
+        self._calls = Calls(self._servicer)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._serving = False
+        self._grpc = grpc.aio.server(options=(*CHANNEL_OPTIONS, *_SERVER_OPTIONS))
+        self._web = WebServer(http.make_app(lambda: self._serving, self._servicer.stats))
+        self._engine_loop: EngineLoop | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self.port = 0
+        self.http_port: int | None = None
+
+    async def open(self) -> None:
+        """Listen on both ports; answer health checks with NOT_SERVING and calls with UNAVAILABLE.
+
+        Raises ConfigurationError where a port cannot be had.
+        """
+        self._grpc.add_generic_rpc_handlers((self._calls.handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        await self._set_health(serving=False)
+        names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._grpc)
+        address = f"{self._config.host}:{self._config.port}"
+        try:
+            self.port = self._grpc.add_insecure_port(address)
+        except RuntimeError:
+            raise ConfigurationError(
+                f"cannot listen on {address}: is another server there? see --host and --port"
+            ) from None
+        if self._config.http_port is not None:
+            self.http_port = await self._web.open(self._config.http_host, self._config.http_port)
+        await self._grpc.start()
+
+    async def load(self, make: Callable[[], "Engine"]) -> "Engine":
+        """Make the engine on a thread of its own, warm-up included; then let calls in.
+
+        Raises what `make` raises; the server then stays NOT_SERVING.
+        """
+        from prefixcache.engine.loop import EngineLoop  # noqa: PLC0415 (brings in torch)
+
+        engine = await asyncio.to_thread(make)
+        served = await asyncio.to_thread(describe, engine)
+        self._servicer.serve(served)
+        self._engine_loop = EngineLoop(engine, self._front.deliver)
+        self._engine_loop.start()
+        self._front.connect(self._engine_loop)
+        self._calls.open()
+        await self._set_health(serving=True)
+        self._watcher = asyncio.create_task(self._watch_engine(self._engine_loop))
+        return engine
+
+    async def drain(self) -> None:
+        """Stop: no new calls, running ones have the grace to end, the rest get UNAVAILABLE.
+
+        Takes at most the grace and one second more.
+        """
+        self._calls.close("the server is stopping")
+        await self._set_health(serving=False)
+        log.info("drain", grace=self._config.grace)
+        finished = await self._calls.wait_idle(self._config.grace)
+        if not finished:
+            self._front.fail_all(Unavailable("the server has stopped"))
+            await self._calls.wait_idle(CLOSING_SECONDS)
+        if self._watcher is not None:
+            self._watcher.cancel()
+        await asyncio.gather(
+            self._grpc.stop(CLOSING_SECONDS), self._web.close(), self._stop_engine()
+        )
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        log.info("stopped", all_calls_finished=finished)
+
+    async def _stop_engine(self) -> None:
+        if self._engine_loop is not None:
+            await asyncio.to_thread(self._engine_loop.stop, CLOSING_SECONDS)
+
+    async def _watch_engine(self, loop: "EngineLoop") -> None:
+        """Tell the world when the engine's thread has died."""
+        while loop.healthy:
+            await asyncio.sleep(HEALTH_CHECK_SECONDS)
+        self._calls.close("the engine has stopped after a fault; the server must be restarted")
+        await self._set_health(serving=False)
+        self._front.fail_all(Unavailable("the engine has stopped after a fault"))
+        log.error("engine_down")
+
+    async def _set_health(self, *, serving: bool) -> None:
+        self._serving = serving
+        states = health_pb2.HealthCheckResponse
+        state = states.SERVING if serving else states.NOT_SERVING
+        for name in ("", SERVICE.full_name):
+            await self._health.set(name, state)

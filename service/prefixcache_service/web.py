@@ -1,0 +1,58 @@
+"""A uvicorn server inside our event loop. Owns its socket; leaves signals to the main server."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from prefixcache.errors import ConfigurationError
+
+
+class WebServer:
+    """Serves one application. `close` is fine without `open`."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises ConfigurationError where it cannot be had."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot listen on {host}:{port}: {error.strerror}; see --http-host and --http-port"
+            ) from None
+        config = uvicorn.Config(
+            self._app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=0,
+        )
+        self._server = _Quiet(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        return int(listener.getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening and drop what is open."""
+        if self._server is None or self._task is None:
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait({self._task}, timeout=0.3)
+        if not done:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=0.1)
+
+
+class _Quiet(uvicorn.Server):
+    """Uvicorn takes SIGTERM for itself; ours goes to the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
