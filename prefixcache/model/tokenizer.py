@@ -234,13 +234,7 @@ def _settings(directory: Path) -> TokenizerSettings:
     return TokenizerSettings(
         special_tokens={name: text for name in _NAMED if (text := _token_text(config.get(name)))},
         chat_templates=_chat_templates(directory, config),
-        add_bos=_flag(config.get("add_bos_token")),
-        add_eos=_flag(config.get("add_eos_token")),
     )
-
-
-def _flag(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
 
 
 def _token_text(value: Any) -> str | None:
@@ -251,12 +245,10 @@ def _token_text(value: Any) -> str | None:
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The newest convention goes first: a file of its own, then a field of the configuration."""
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return {"default": file.read_text("utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{file}: cannot be read: {error}") from error
+    default = directory / "chat_template.jinja"
+    others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    if default.is_file():
+        return {**{file.stem: _text(file) for file in others}, "default": _text(default)}
     value = config.get("chat_template")
     if isinstance(value, str):
         return {"default": value}
@@ -264,3 +256,10 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
         named = [item for item in value if isinstance(item, dict)]
         return {str(item.get("name")): str(item.get("template")) for item in named}
     return {}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: cannot be read: {error}") from error
