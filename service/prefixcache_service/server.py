@@ -21,7 +21,12 @@ from prefixcache_service import http, log
 from prefixcache_service.calls import SERVICE, Calls
 from prefixcache_service.describe import describe
 from prefixcache_service.front import AsyncFront
-from prefixcache_service.limits import CHANNEL_OPTIONS
+from prefixcache_service.limits import (
+    CHANNEL_OPTIONS,
+    DEFAULT_HOST,
+    DEFAULT_HTTP_PORT,
+    DEFAULT_PORT,
+)
 from prefixcache_service.servicer import Servicer
 from prefixcache_service.web import WebServer
 
@@ -49,10 +54,10 @@ class ServerConfig:
     grace: seconds.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 50051
-    http_host: str = "127.0.0.1"
-    http_port: int | None = 50052
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    http_host: str = DEFAULT_HOST
+    http_port: int | None = DEFAULT_HTTP_PORT
     grace: float = 10.0
 
 

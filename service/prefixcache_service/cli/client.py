@@ -1,0 +1,234 @@
+"""The commands that talk to a running server: generate, fork, tree, stats."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+from prefixcache.engine.messages import CacheStats, SequenceInfo
+from prefixcache_service.cli.config import ConfigFile, flag
+from prefixcache_service.client import Client, Stream
+from prefixcache_service.limits import DEFAULT_TARGET
+from prefixcache_service.requests import Branch, Prompt, Sampling
+from prefixcache_service.results import Completion
+
+Server = Annotated[str, flag("Where the server is.", metavar="HOST:PORT")]
+Salt = Annotated[str, flag("Cache salt: nothing is shared across salts.")]
+AsJson = Annotated[bool, flag("Print JSON for programs.", "--json", envvar="PREFIXCACHE_JSON")]
+Keep = Annotated[float, flag("Seconds for which the result can still be forked.")]
+MaxTokens = Annotated[int, flag("Tokens to generate at most.")]
+Temperature = Annotated[float, flag("0 is greedy.")]
+TopP = Annotated[float, flag("Keep the likeliest tokens with this probability.")]
+TopK = Annotated[int, flag("Keep so many likeliest tokens; 0 keeps all.")]
+Seed = Annotated[int | None, flag("The same seed gives the same text.")]
+Stop = Annotated[list[str] | None, flag("Text that ends the output; repeatable.")]
+
+
+def generate(  # noqa: PLR0917 (each is a flag)
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
+    n: Annotated[int, flag("Samples behind the one prompt.", "--n", "-n")] = 1,
+    chat: Annotated[bool, flag("Send it as a user's message.")] = False,
+    system: Annotated[str, flag("System message, with --chat.")] = "",
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Stop = None,
+    keep: Keep = 0.0,
+    salt: Salt = "",
+    as_json: AsJson = False,
+    server: Server = DEFAULT_TARGET,
+    config: ConfigFile = None,
+) -> None:
+    """Continue a prompt. Text goes to standard output, its sequence id to standard error.
+
+    \b
+      prefixcache generate "Once upon a time" --max-tokens 40
+      prefixcache generate --chat "Name three rivers" --n 4 --seed 7
+      prefixcache generate "The answer is" --keep 60      # and then `prefixcache fork`
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = _sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+        n=n,
+    )
+    with Client(server, cache_salt=salt) as client:
+        stream = client.stream(_prompt(text, chat, system), keep_seconds=keep, **sampling)
+        _show(stream, live=n == 1 and not as_json, as_json=as_json)
+
+
+def fork(  # noqa: PLR0917 (each is a flag)
+    sequence_id: Annotated[str, typer.Argument(help="A sequence that runs or is kept.")],
+    text: Annotated[
+        list[str] | None, flag("Continuation of a branch; one branch for each.")
+    ] = None,
+    n: Annotated[int, flag("Branches for each text.", "--n", "-n")] = 1,
+    position: Annotated[int | None, flag("Tokens of the sequence to keep; all by default.")] = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Stop = None,
+    keep: Keep = 0.0,
+    salt: Salt = "",
+    as_json: AsJson = False,
+    server: Server = DEFAULT_TARGET,
+    config: ConfigFile = None,
+) -> None:
+    """Continue a sequence in several ways, from its end or from an earlier token.
+
+    \b
+      prefixcache fork SEQUENCE_ID --text " yes" --text " no" --max-tokens 16
+      prefixcache fork SEQUENCE_ID -n 4 --position 12
+    """
+    texts: list[str | None] = list(text) if text else [None]
+    branches = [
+        Branch(sequence_id, text=one or None, position=position) for one in texts for _ in range(n)
+    ]
+    sampling = _sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+    )
+    with Client(server, cache_salt=salt) as client:
+        stream = client.stream_fork(branches, keep_seconds=keep, **sampling)
+        _show(stream, live=len(branches) == 1 and not as_json, as_json=as_json)
+
+
+def tree(
+    salt: Salt = "",
+    as_json: AsJson = False,
+    server: Server = DEFAULT_TARGET,
+    config: ConfigFile = None,
+) -> None:
+    """Show the sequences that wait, run or are kept, each below the one it was forked from."""
+    with Client(server, cache_salt=salt) as client:
+        sequences = client.sequences()
+    if as_json:
+        _print_json(sequences)
+    else:
+        Console().print(_tree(sequences) if sequences else "no sequences", soft_wrap=True)
+
+
+def stats(
+    as_json: AsJson = False, server: Server = DEFAULT_TARGET, config: ConfigFile = None
+) -> None:
+    """Show the pool and what the cache has saved."""
+    with Client(server) as client:
+        figures = client.stats()
+    if as_json:
+        _print_json(figures)
+    else:
+        Console().print(_table(figures))
+
+
+def _sampling(
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int | None,
+    stop: list[str] | None,
+    n: int = 1,
+) -> Sampling:
+    return Sampling(
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop or (),
+    )
+
+
+def _prompt(text: str, chat: bool, system: str) -> Prompt:
+    if not chat:
+        return text
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": text}]
+
+
+def _show(stream: Stream, *, live: bool, as_json: bool) -> None:
+    """Print the text of a call as it comes, or index by index at its end."""
+    with stream:
+        for delta in stream:
+            if live:
+                print(delta.text, end="", flush=True)
+        outputs = stream.result().outputs
+    if as_json:
+        _print_json(outputs)
+        return
+    for output in outputs:
+        print("" if live else f"[{output.index}] {output.text}")
+        print(_summary(output), file=sys.stderr)
+
+
+def _summary(output: Completion) -> str:
+    kept = f", kept for {output.kept_seconds:.0f} s" if output.kept_seconds else ""
+    return (
+        f"# {output.sequence_id}: {output.num_prompt_tokens} prompt tokens "
+        f"({output.num_cached_tokens} cached, {output.num_forked_tokens} forked), "
+        f"{output.usage.completion_tokens} generated, {output.finish_reason}{kept}"
+    )
+
+
+def _tree(sequences: Iterable[SequenceInfo]) -> Tree:
+    root = Tree("sequences")
+    nodes: dict[str, Tree] = {}
+    waiting = list(sequences)
+    known = {info.sequence_id for info in waiting}
+    while waiting:
+        later = []
+        for info in waiting:
+            if info.parent_id in known and info.parent_id not in nodes:
+                later.append(info)  # its parent comes first
+                continue
+            above = nodes.get(info.parent_id, root)
+            nodes[info.sequence_id] = above.add(_line(info))
+        waiting = later
+    return root
+
+
+def _line(info: SequenceInfo) -> str:
+    kept = f" {info.kept_seconds:.0f} s" if info.state == "kept" else ""
+    at = f", forked at {info.fork_position}" if info.parent_id else ""
+    blocks = f"{info.own_blocks} own + {info.shared_blocks} shared blocks"
+    return f"{info.sequence_id}  {info.state}{kept}, {info.num_tokens} tokens{at}, {blocks}"
+
+
+def _table(figures: CacheStats) -> Table:
+    table = Table(show_header=False, box=None)
+    for name, value in dataclasses.asdict(figures).items():
+        if name != "extra":
+            table.add_row(name.replace("_", " "), str(value))
+    for name, value in sorted(figures.extra.items()):
+        table.add_row(name.replace("_", " "), f"{value:g}")
+    return table
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, default=_plain, ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}

@@ -1,0 +1,188 @@
+"""`prefixcache serve`: flags to configurations, signals to the drain, one line when ready."""
+
+import asyncio
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prefixcache.config import DEFAULT_MODEL, EngineConfig
+from prefixcache.errors import PrefixCacheError
+from prefixcache_service.cli.config import ConfigFile, flag
+from prefixcache_service.cli.progress import progress
+from prefixcache_service.limits import DEFAULT_HOST, DEFAULT_HTTP_PORT, DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from prefixcache.engine.engine import Engine
+    from prefixcache_service.server import ServerConfig
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def _bytes(text: str) -> int:
+    """A number of bytes: 2147483648, 512M or 2GiB."""
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    unit = number[-1:] if number[-1:] in _UNITS else ""
+    try:
+        return int(float(number.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is no number of bytes, such as 2GiB") from None
+
+
+def _length(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a number of tokens nor 'auto'") from None
+
+
+_MODEL = "Model", "Cache", "Scheduling", "Network"
+
+Model = Annotated[str, flag("smollm2, a directory of safetensors, a hub id, or a .gguf file.")]
+Tokenizer = Annotated[
+    str | None, flag("Directory, tokenizer.json or hub id; the model's own by default.")
+]
+Dtype = Annotated[str, flag("auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, flag("auto, cpu or cuda.")]
+Threads = Annotated[int | None, flag("CPU threads of the model.")]
+MaxModelLen = Annotated[
+    Any,
+    flag(
+        "Longest sequence in tokens, or auto: what the pool holds. The model's own by default.",
+        parser=_length,
+        metavar="TOKENS",
+    ),
+]
+Seed = Annotated[int | None, flag("Base of random streams of requests without a seed; else drawn.")]
+BlockSize = Annotated[int, flag("Tokens in a block: 1, 2, 4 … 128.")]
+Blocks = Annotated[int | None, flag("Size of the pool in blocks.")]
+KvBytes = Annotated[
+    Any,
+    flag(
+        "Memory of the pool on the CPU, such as 2GiB; a quarter of what is free by default.",
+        parser=_bytes,
+        metavar="BYTES",
+    ),
+]
+Utilization = Annotated[float, flag("Share of the GPU for weights, a peak step and the pool.")]
+Caching = Annotated[bool, flag("Reuse the blocks of equal prefixes.")]
+DigestSeed = Annotated[
+    int | None, flag("Seed of the block digests; secret and drawn at start by default.")
+]
+MaxLeases = Annotated[int, flag("Kept sequences at once.")]
+MaxKeep = Annotated[float, flag("Longest keep_seconds of a request.")]
+MaxSeqs = Annotated[int, flag("Sequences that run at once.")]
+MaxTokens = Annotated[int, flag("Token budget of a step.")]
+MaxQueue = Annotated[int, flag("Requests that may wait; more are refused.")]
+Wait = Annotated[bool, flag("Wait for prompt blocks that another request computes.")]
+Host = Annotated[str, flag("Address for gRPC.")]
+Port = Annotated[int, flag("Port for gRPC; 0 takes a free one.", min=0, max=65535)]
+Http = Annotated[bool, flag("Serve /healthz and /metrics.")]
+HttpHost = Annotated[str, flag("Address for HTTP.")]
+HttpPort = Annotated[int, flag("Port for HTTP; 0 takes a free one.", min=0, max=65535)]
+Grace = Annotated[float, flag("Seconds that running calls have to end after SIGTERM.", min=0)]
+LogLevel = Annotated[str, flag("debug, info, warning or error.")]
+
+
+def serve(  # noqa: PLR0917 (each is a flag)
+    context: typer.Context,
+    model: Model = DEFAULT_MODEL,
+    tokenizer: Tokenizer = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    num_threads: Threads = None,
+    max_model_len: MaxModelLen = None,
+    seed: Seed = None,
+    block_size: BlockSize = 16,
+    num_gpu_blocks_override: Blocks = None,
+    kv_cache_memory_bytes: KvBytes = None,
+    gpu_memory_utilization: Utilization = 0.9,
+    enable_prefix_caching: Caching = True,
+    digest_seed: DigestSeed = None,
+    max_leases: MaxLeases = 1024,
+    max_keep_seconds: MaxKeep = 3600.0,
+    max_num_seqs: MaxSeqs = 64,
+    max_num_batched_tokens: MaxTokens = 512,
+    max_queue: MaxQueue = 1024,
+    wait_for_inflight: Wait = True,
+    host: Host = DEFAULT_HOST,
+    port: Port = DEFAULT_PORT,
+    http: Http = True,
+    http_host: HttpHost = DEFAULT_HOST,
+    http_port: HttpPort = DEFAULT_HTTP_PORT,
+    grace: Grace = 10.0,
+    log_level: LogLevel = "info",
+    config: ConfigFile = None,
+) -> None:
+    """Serve a model until SIGTERM or Ctrl-C. Prints one line when it is ready.
+
+    \b
+      prefixcache serve
+      prefixcache serve --model Qwen/Qwen3-0.6B --max-model-len 8192 --port 50100
+      PREFIXCACHE_PORT=50100 prefixcache serve --config server.toml
+    """
+    from prefixcache_service import log  # noqa: PLC0415
+    from prefixcache_service.server import ServerConfig  # noqa: PLC0415 (clients need no server)
+
+    engine_fields = EngineConfig.__dataclass_fields__
+    engine = {name: value for name, value in context.params.items() if name in engine_fields}
+    log.configure(log_level)
+    where = ServerConfig(host, port, http_host, http_port if http else None, grace)
+    _exit_at_once(
+        asyncio.new_event_loop().run_until_complete(_serve(where, EngineConfig(**engine)))
+    )
+
+
+async def _serve(where: "ServerConfig", config: EngineConfig) -> int:
+    """Run a server; returns the exit code."""
+    from prefixcache_service.server import Server  # noqa: PLC0415
+
+    server = Server(where)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
+    await server.open()
+    stopping = asyncio.create_task(stop.wait())
+    with progress() as report:
+        loading = asyncio.create_task(server.load(lambda: _make_engine(config, report)))
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return 0
+        try:
+            engine = loading.result()
+        except PrefixCacheError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    web = f", http://{where.http_host}:{server.http_port}" if server.http_port else ""
+    print(
+        f"prefixcache is ready: gRPC {where.host}:{server.port}{web}, model {engine.model_name}, "
+        f"{engine.num_blocks} blocks of {config.block_size} tokens, "
+        f"sequences up to {engine.max_model_len} tokens",
+        flush=True,
+    )
+    await stop.wait()
+    await server.drain()
+    return 0
+
+
+def _make_engine(config: EngineConfig, report: Any) -> "Engine":
+    from prefixcache.engine.engine import Engine  # noqa: PLC0415 (brings in torch)
+
+    return Engine(config, progress=report)
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        _exit_at_once(1)  # asked twice: the second one does not wait
+    stop.set()
+
+
+def _exit_at_once(code: int) -> None:
+    """Leave without waiting for threads: the engine's may be in the middle of a long step."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
