@@ -8,6 +8,7 @@ bias or a swapped norm changes the output. The output layer is wider than the to
 `TOKENIZER_SIZE` belong to no token).
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -136,17 +137,20 @@ def write_gguf(
     quantisation: str = "Q8_0",
     *,
     fields: dict[str, Any] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """Convert a checkpoint of `write_checkpoint` the way llama.cpp's converter does.
 
     Matrices get the type `quantisation` (any that gguf can write), norms and biases are float32;
     q and k rows of the llama architecture are interleaved.
     fields: extra metadata, by full key; a value of None leaves a field out.
+    extra: float32 tensors to add, by their name in the file.
     """
     config = json.loads((directory / "config.json").read_text())
     architecture = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in {**_gguf_fields(config, architecture, directory), **(fields or {})}.items():
+    merged = {**_gguf_fields(config, architecture, directory), **(fields or {})}
+    writer = gguf.GGUFWriter(path, merged.pop("general.architecture", architecture))
+    for key, value in merged.items():
         if value is not None:
             _add_field(writer, key, value)
     kind = gguf.GGMLQuantizationType[quantisation]
@@ -155,6 +159,8 @@ def write_gguf(
             values = _llama_rows(name, tensor.float().numpy(), config, architecture)
             data = gguf.quants.quantize(values, kind) if values.ndim > 1 else values
             writer.add_tensor(gguf_name(name), data, raw_dtype=kind if values.ndim > 1 else None)
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -162,10 +168,14 @@ def write_gguf(
     return path
 
 
+@functools.cache
+def _gguf_names() -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 8)
+
+
 def gguf_name(name: str) -> str:
-    """Name in a GGUF file of a Hugging Face tensor, by gguf's own table."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 100)
-    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    """Name in a GGUF file of a Hugging Face tensor, by gguf's own table (up to 8 layers)."""
+    found = _gguf_names().get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)
 
