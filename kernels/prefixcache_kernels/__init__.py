@@ -1,1 +1,21 @@
-"""Paged kernels: arrays in, arrays out. Nothing here knows of tries, sequences or requests."""
+"""Paged kernels: arrays in, arrays out. Nothing here knows of tries, sequences or requests.
+
+`select_kernels` picks a backend; every backend offers the operations of `backend.Kernels`:
+
+    torch   `reference.py`: the twins, in plain torch. They define what the others compute.
+"""
+
+from prefixcache_kernels.backend import Heads, Kernels, Linear, Weight
+from prefixcache_kernels.select import select_kernels
+from prefixcache_kernels.work import SPAN, SpanGroups, StepWork
+
+__all__ = [
+    "SPAN",
+    "Heads",
+    "Kernels",
+    "Linear",
+    "SpanGroups",
+    "StepWork",
+    "Weight",
+    "select_kernels",
+]

@@ -1,0 +1,94 @@
+"""What a backend offers to the decoder.
+
+Owns the protocol; computes nothing. A backend turns a step's work into a plan of its
+own once a step (`prepare`); the other operations then take that plan for every layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from prefixcache_kernels.work import StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix [out, in] of a linear layer, dense or in a quantised format.
+
+    dense: reads it as a tensor [out, in] in the model's dtype, dequantised, on its device.
+    format: how it is stored: "F32", "F16", "BF16", or a GGUF block format such as "Q4_1".
+    shape: (out, in).
+    raw: uint8 [out, bytes a row] in the quantised format, or None where it is not quantised.
+    """
+
+    dense: Callable[[], Tensor]
+    format: str
+    shape: tuple[int, ...]
+    raw: npt.NDArray[np.uint8] | None = None
+
+
+class Linear(Protocol):
+    """y = x Wᵀ + b: [M, in_features] → [M, out_features]; a row's bits do not depend on M."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply the rows of x."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads of a model: query heads, K/V heads (a divisor), and their size."""
+
+    query: int
+    kv: int
+    dim: int
+
+
+class Kernels(Protocol):
+    """The operations of a decoder layer. Rows are [T, width], contiguous, in the model's dtype."""
+
+    name: str
+
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
+        """One linear layer out of matrices with the same input, outputs side by side."""
+        ...
+
+    def prepare(self, work: StepWork, heads: Heads, rope_table: Tensor) -> Any:
+        """Plan a step. rope_table: float32 [positions, D], cosines then sines of D/2 angles."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm along the last dimension."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to `residual` in place and return the RMSNorm of the sum."""
+        ...
+
+    def rope_write_kv(
+        self,
+        qkv: Tensor,
+        plan: Any,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        qk_norm: tuple[Tensor, Tensor, float] | None,
+    ) -> Tensor:
+        """Normalise (Qwen3) and rotate Q and K, write K and V to the step's slots, return Q."""
+        ...
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, window: int | None
+    ) -> Tensor:
+        """Causal attention of each row over its sequence's blocks, softmax scale D^-1/2."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """SiLU(gate) · up of [gate | up]."""
+        ...
