@@ -1,0 +1,233 @@
+"""Paged attention against dense float64, on every backend; and the bits of a row."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from prefixcache.model.attention import StepInput, plan_step
+from prefixcache_kernels import Heads
+from tests.kernels.backends import every_backend, kernels_of, rows_step
+
+HIDDEN = float("nan")
+
+
+def _tokens(count: int, heads: Heads, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Q [n, query, D], K and V [n, kv, D] of the positions of one sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((count, heads.query, heads.dim), (count, heads.kv, heads.dim))
+    q, k, v = (torch.randn(shapes[i], generator=generator) for i in (0, 1, 1))
+    return q * 2, k, v
+
+
+def _pool(blocks: int, heads: Heads, block_size: int) -> tuple[Tensor, Tensor]:
+    """K and V caches full of NaN: a slot that is read but was not written shows at once."""
+    return (
+        torch.full((blocks, heads.kv, heads.dim, block_size), HIDDEN),
+        torch.full((blocks, heads.kv, block_size, heads.dim), HIDDEN),
+    )
+
+
+def _store(pool: tuple[Tensor, Tensor], k: Tensor, v: Tensor, ids: list[int]) -> None:
+    size = pool[0].shape[-1]
+    for position in range(len(k)):
+        pool[0][ids[position // size], :, :, position % size] = k[position]
+        pool[1][ids[position // size], :, position % size] = v[position]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Softmax attention of all positions in float64, [n, query, D]."""
+    n, heads, dim = q.shape
+    k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) / dim**0.5
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    seen = (distance >= 0) & (distance < (window or n + 1))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def _attend(  # noqa: PLR0917
+    backend: str,
+    q: Tensor,
+    pool: tuple[Tensor, Tensor],
+    step: StepInput,
+    heads: Heads,
+    window: int | None = None,
+) -> Tensor:
+    kernels = kernels_of(backend)
+    work = plan_step(step, pool[0].shape[-1], [window])
+    plan = kernels.prepare(work, heads, torch.zeros(4096, heads.dim))
+    out = kernels.paged_attention(q.flatten(1), *pool, plan, window)
+    return out.view(len(q), heads.query, heads.dim)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("heads", "block_size", "window"),
+    [
+        (Heads(9, 3, 64), 16, None),
+        (Heads(4, 4, 80), 8, None),
+        (Heads(2, 1, 96), 32, 40),
+        (Heads(16, 1, 112), 64, None),
+        (Heads(4, 2, 128), 128, 100),
+        (Heads(2, 2, 192), 1, 8),
+        (Heads(5, 1, 256), 2, None),
+        (Heads(6, 2, 20), 16, 129),
+    ],
+)
+def test_prefill_equals_dense_attention(
+    backend: str, heads: Heads, block_size: int, window: int | None
+) -> None:
+    count = 300
+    q, k, v = _tokens(count, heads)
+    blocks = -(-count // block_size)
+    ids = np.random.default_rng(1).permutation(blocks + 3)[:blocks].tolist()
+    pool = _pool(blocks + 3, heads, block_size)
+    _store(pool, k, v, ids)
+    out = _attend(backend, q, pool, rows_step([(count, count)], [ids], block_size), heads, window)
+    torch.testing.assert_close(out.double(), _dense(q, k, v, window), rtol=2e-5, atol=2e-5)
+
+
+@every_backend
+@pytest.mark.parametrize("window", [None, 8, 130])
+def test_a_rows_bits_do_not_depend_on_the_batch_the_chunks_or_the_block_order(
+    backend: str, window: int | None
+) -> None:
+    heads, size, count = Heads(9, 3, 64), 16, 290
+    q, k, v = _tokens(count, heads)
+    blocks = -(-count // size)
+    ids = list(range(blocks))
+    pool = _pool(4 * blocks, heads, size)
+    _store(pool, k, v, ids)
+    whole = _attend(backend, q, pool, rows_step([(count, count)], [ids], size), heads, window)
+    moved = np.random.default_rng(3).permutation(3 * blocks)[:blocks] + blocks
+    _store(pool, k, v, moved.tolist())
+    other_q, other_k, other_v = _tokens(40, heads, seed=9)
+    other = [i for i in range(blocks, 4 * blocks) if i not in moved][:3]
+    _store(pool, other_k, other_v, other)
+    threads = torch.get_num_threads()
+    try:
+        for first, end, workers in (
+            (0, 1, 1),
+            (3, 20, 2),
+            (120, 137, 3),
+            (255, 290, 2),
+            (289, 290, 3),
+        ):
+            torch.set_num_threads(workers)
+            rows = end - first
+            step = rows_step(
+                [(1, 40), (rows, end), (rows, end), (2, 9), (rows, end)],
+                [other, moved.tolist(), ids, other, moved.tolist()],
+                size,
+            )
+            mine = q[first:end]
+            batch = torch.cat((other_q[39:], mine, mine, other_q[7:9], mine))
+            out = _attend(backend, batch, pool, step, heads, window)
+            for at in (1, 1 + rows, 3 + 2 * rows):
+                assert torch.equal(out[at : at + rows], whole[first:end]), (first, end, at)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@every_backend
+def test_sharers_read_a_span_together_and_get_the_bits_of_one_alone(backend: str) -> None:
+    heads, size, shared, branches = Heads(9, 3, 64), 16, 256, 21
+    q, k, v = _tokens(shared, heads)
+    pool = _pool(16 + branches, heads, size)
+    prefix = list(range(16))
+    _store(pool, k, v, prefix)
+    tails = [_tokens(3, heads, seed=100 + i) for i in range(branches)]
+    for i, (_, tail_k, tail_v) in enumerate(tails):
+        _store(pool, tail_k, tail_v, [16 + i])
+    rows = torch.cat([tail_q[2:] for tail_q, _, _ in tails])
+    tables = [[*prefix, 16 + i] for i in range(branches)]
+    together = _attend(backend, rows, pool, rows_step([(1, 259)] * branches, tables, size), heads)
+    for i in (0, 7, 20):
+        alone = _attend(
+            backend, rows[i : i + 1], pool, rows_step([(1, 259)], [tables[i]], size), heads
+        )
+        assert torch.equal(together[i : i + 1], alone)
+        states = [torch.cat(pair) for pair in zip((q, k, v), tails[i], strict=True)]
+        expected = _dense(*states, None)[-1:]
+        torch.testing.assert_close(alone.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@every_backend
+def test_rows_that_see_nothing_are_zero_and_spoil_nobody(backend: str) -> None:
+    heads, size = Heads(4, 2, 32), 16
+    q, k, v = _tokens(20, heads)
+    pool = _pool(3, heads, size)
+    _store(pool, k, v, [2, 1])  # block 0, which padding points at, stays NaN
+    step = rows_step([(1, 20), (1, 0), (1, 0)], [[2, 1], [], []], size)
+    out = _attend(backend, torch.cat((q[19:], q[:2])), pool, step, heads)
+    assert torch.equal(out[1:], torch.zeros(2, 4, 32))
+    torch.testing.assert_close(out[:1].double(), _dense(q, k, v, None)[19:], rtol=2e-5, atol=2e-5)
+
+
+@every_backend
+def test_an_empty_batch_is_no_work(backend: str) -> None:
+    heads = Heads(4, 2, 32)
+    step = rows_step([], [], 16)
+    assert _attend(backend, torch.zeros(0, 4, 32), _pool(2, heads, 16), step, heads).shape[0] == 0
+
+
+@every_backend
+def test_caches_may_be_strided_views(backend: str) -> None:
+    heads, size = Heads(4, 2, 64), 16
+    q, k, v = _tokens(150, heads)
+    ids = [9, 3, 4, 8, 1, 0, 7, 5, 2, 6]
+    plain = _pool(10, heads, size)
+    _store(plain, k, v, ids)
+    both = torch.full((10, 2, 2, 64 * size), HIDDEN)
+    both[:, 0], both[:, 1] = plain[0].flatten(2), plain[1].flatten(2)
+    views = (both[:, 0].unflatten(-1, (64, size)), both[:, 1].unflatten(-1, (size, 64)))
+    step = rows_step([(150, 150)], [ids], size)
+    expected = _attend(backend, q, plain, step, heads)
+    assert torch.equal(_attend(backend, q, views, step, heads), expected)
+
+
+def test_fixed_tiles_agree_with_free_ones() -> None:
+    from prefixcache_kernels.torch_backend import TorchKernels  # noqa: PLC0415
+
+    heads, size = Heads(9, 3, 64), 16
+    q, k, v = _tokens(200, heads)
+    ids = list(range(13))
+    pool = _pool(13, heads, size)
+    _store(pool, k, v, ids)
+    work = plan_step(rows_step([(200, 200)], [ids], size), size, [None])
+    fixed = TorchKernels(torch.device("cpu"), torch.float32, fixed_tiles=True)
+    plan = fixed.prepare(work, heads, torch.zeros(256, 64))
+    out = fixed.paged_attention(q.flatten(1), *pool, plan, None).view(200, 9, 64)
+    torch.testing.assert_close(out.double(), _dense(q, k, v, None), rtol=2e-5, atol=2e-5)
+    late = plan_step(rows_step([(5, 200)], [ids], size), size, [None])
+    some = fixed.paged_attention(
+        q[195:].flatten(1), *pool, fixed.prepare(late, heads, torch.zeros(256, 64)), None
+    )
+    assert torch.equal(some.view(5, 9, 64), out[195:])
+
+
+def test_a_plan_covers_each_row_and_span_once() -> None:
+    tables = [[5, 6, 7, 8, 1], [5, 6, 7, 8, 2], [9, 6, 7, 8, 3]]
+    step = rows_step([(40, 300), (1, 290), (3, 270)], tables, 64)
+    groups = plan_step(step, 64, [None]).groups[None]
+    pairs = [
+        (int(row), int(groups.span[g]))
+        for g in range(len(groups.span))
+        for row in groups.rows[groups.start[g] : groups.start[g + 1]]
+    ]
+    expected = {(row, span) for row in range(44) for span in range(step.positions[row] // 128 + 1)}
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == expected
+    # Span 0 is shared by two, span 1 by all three, span 2 by none.
+    assert [int((groups.span == span).sum()) for span in range(3)] == [2, 1, 3]
+    assert groups.max_spans == 3
+
+
+def test_a_window_leaves_out_the_spans_before_it() -> None:
+    step = rows_step([(1, 1000)], [list(range(63))], 16)
+    groups = plan_step(replace(step), 16, [200]).groups[200]
+    assert groups.span.tolist() == [6, 7]
+    assert groups.first_span.tolist() == [6]
+    assert groups.max_spans == 2

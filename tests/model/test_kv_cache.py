@@ -1,0 +1,63 @@
+"""The pool's tensors."""
+
+import pytest
+import torch
+
+from prefixcache.model.config import ModelConfig
+from prefixcache.model.kv_cache import KVCache
+
+CONFIG = ModelConfig(
+    architecture="llama",
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    max_position=64,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+)
+
+
+def _cache(blocks: int = 5) -> KVCache:
+    cache = KVCache(CONFIG, blocks, 4, torch.float32, torch.device("cpu"))
+    cache.keys.copy_(torch.arange(blocks)[None, :, None, None, None].expand_as(cache.keys))
+    cache.values.copy_(-cache.keys.transpose(-1, -2))
+    return cache
+
+
+def test_bytes_per_block_is_what_a_block_takes() -> None:
+    cache = _cache(7)
+    held = cache.keys.nbytes + cache.values.nbytes
+    assert KVCache.bytes_per_block(CONFIG, 4, torch.float32) * 7 == held
+    assert KVCache.bytes_per_block(CONFIG, 4, torch.bfloat16) * 14 == held
+
+
+def test_copies_read_before_they_write_in_all_layers() -> None:
+    cache = _cache()
+    cache.copy_blocks([(0, 1), (1, 4), (4, 0)])
+    expected = torch.tensor([4.0, 0.0, 2.0, 3.0, 1.0])
+    assert torch.equal(cache.keys, expected[None, :, None, None, None].expand_as(cache.keys))
+    assert torch.equal(cache.values, -expected[None, :, None, None, None].expand_as(cache.values))
+
+
+def test_no_copies_are_no_work() -> None:
+    cache = _cache()
+    cache.copy_blocks([])
+    assert torch.equal(cache.keys, _cache().keys)
+
+
+@pytest.mark.parametrize("copies", [[(0, 5)], [(-1, 0)], [(0, 1), (2, 1)]])
+def test_wrong_copies_are_refused_before_any_is_made(copies: list[tuple[int, int]]) -> None:
+    cache = _cache()
+    with pytest.raises(ValueError, match="copies"):
+        cache.copy_blocks(copies)
+    assert torch.equal(cache.keys, _cache().keys)
+
+
+@pytest.mark.parametrize(("blocks", "size", "name"), [(0, 16, "num_blocks"), (4, 24, "block_size")])
+def test_wrong_sizes_are_refused(blocks: int, size: int, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        KVCache(CONFIG, blocks, size, torch.float32, torch.device("cpu"))
