@@ -77,13 +77,11 @@ class IncrementalDetokenizer:
         data = self._tokenizer.token_bytes(token_id)
         if self._at_start:
             self._at_start = False
-            # Only decoding knows whether this tokenizer drops the space that it puts before text.
-            if data.startswith(b" ") and not self._first_text(token_id).startswith(" "):
-                return data[1:]
+            # Only decoding knows how many leading spaces this tokenizer strips: none, one or all.
+            text = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special_tokens)
+            stripped = (len(data) - len(data.lstrip(b" "))) - (len(text) - len(text.lstrip(" ")))
+            return data[max(0, stripped) :]
         return data
-
-    def _first_text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special_tokens)
 
     def _visible(self, token_id: int) -> bool:
         hidden = self._skip_special_tokens and token_id in self._tokenizer.special_token_ids

@@ -152,8 +152,7 @@ def _by_rank(weights: Int64Array, ids: Int64Array) -> Int64Array:
 
 def _invert(cumulative: Int64Array, uniforms: Float64Array) -> Int64Array:
     """Index of the first cumulative weight above u * total. int64 [len(uniforms)]."""
-    total = cumulative[-1]
-    # The product may round up to the total itself.
-    points = np.minimum((uniforms * float(total)).astype(np.int64), total - 1)
+    # u <= 1 - 2**-53 keeps the product below the total, also where that is rounded up to a float.
+    points = (uniforms * float(cumulative[-1])).astype(np.int64)
     found: Int64Array = np.searchsorted(cumulative, points, side="right")
     return found

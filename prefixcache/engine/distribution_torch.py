@@ -83,7 +83,7 @@ def draw(weights: torch.Tensor, owners: torch.Tensor, uniforms: torch.Tensor) ->
     """
     cumulative = weights.cumsum(-1).index_select(0, owners)  # [D, V]
     total = cumulative[:, -1]
-    points = torch.minimum((uniforms * total.double()).to(torch.int64), total - 1)
+    points = (uniforms * total.double()).to(torch.int64)
     found = torch.searchsorted(cumulative, points.unsqueeze(-1), right=True).squeeze(-1)
     return torch.where(total > 0, found, NO_TOKEN)
 
