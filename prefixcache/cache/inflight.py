@@ -54,8 +54,10 @@ class InFlightIndex:
         if producer is not None and producer[0] is table:
             del self._producers[digest]
 
-    def next_block(self, namespace: bytes, data: bytes, match: Match) -> bytes | None:
-        """The digest of the block behind a match, if another table is computing just that block."""
+    def next_block(
+        self, namespace: bytes, data: bytes, match: Match
+    ) -> tuple[bytes, BlockTable] | None:
+        """Digest and producer of the block behind a match, if a table is computing just that."""
         if not self._producers:
             return None
         at = match.num_blocks * self._block_bytes
@@ -67,7 +69,8 @@ class InFlightIndex:
         if producer is None:
             return None
         table, where = producer
-        return digest if table.prompt[where : where + self._block_bytes] == head else None
+        same = table.prompt[where : where + self._block_bytes] == head
+        return (digest, table) if same else None
 
     def _last_digest(self, namespace: bytes, match: Match) -> bytes:
         if not match.path:

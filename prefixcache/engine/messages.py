@@ -171,7 +171,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the token there, and the most probable ones, best first."""
+    """Log-probabilities at one position: of the token there, and the best ones in order."""
 
     token_id: int
     logprob: float

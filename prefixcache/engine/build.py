@@ -1,0 +1,140 @@
+"""Start-up: load the model, size the pool, check the promise of same bits, wire the parts.
+
+Owns the order of these steps and nothing afterwards.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from prefixcache.cache import BlockManager, block_digest
+from prefixcache.config import EngineConfig
+from prefixcache.engine.event_log import EventLog
+from prefixcache.engine.model_runner import ModelRunner
+from prefixcache.engine.requests import RequestBuilder
+from prefixcache.engine.sampler import Sampler
+from prefixcache.engine.scheduler import Scheduler
+from prefixcache.engine.sizing import DEFAULT_CPU_SHARE, cpu_memory_left, max_model_len, pool_blocks
+from prefixcache.errors import ConfigurationError
+from prefixcache.model.config import ModelConfig
+from prefixcache.model.decoder import Decoder
+from prefixcache.model.kv_cache import KVCache
+from prefixcache.model.loader import load_checkpoint
+from prefixcache.model.selftest import check_batch_invariance
+from prefixcache.model.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, steps done, steps in all)."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of."""
+
+    model_config: ModelConfig
+    model_name: str
+    tokenizer: Tokenizer
+    max_model_len: int
+    same_bits: bool
+    manager: BlockManager
+    scheduler: Scheduler
+    runner: ModelRunner
+    sampler: Sampler
+    requests: RequestBuilder
+    event_log: EventLog
+
+
+def build_parts(config: EngineConfig, progress: Progress | None) -> Parts:
+    """Make the parts of an engine. Raises ModelError or ConfigurationError."""
+    report = progress or (lambda step, done, total: None)
+    device, dtype = _device_and_dtype(config)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    checkpoint = load_checkpoint(config.model, config.tokenizer, progress=progress)
+    model = checkpoint.config
+    report("lay out weights", 0, 1)
+    wanted = config.max_model_len
+    longest = wanted if isinstance(wanted, int) else model.max_position
+    decoder = Decoder.from_checkpoint(
+        checkpoint, device=device, dtype=dtype, max_model_len=min(longest, model.max_position)
+    )
+    per_block = KVCache.bytes_per_block(model, config.block_size, dtype)
+    num_blocks = pool_blocks(config, per_block, _available_bytes(config, decoder, device))
+    length = max_model_len(config, model.max_position, num_blocks, per_block)
+    report("check same bits", 0, 1)
+    same_bits = device.type == "cpu" and check_batch_invariance(decoder, dtype=dtype).ok
+    if device.type == "cpu" and not same_bits:
+        logger.warning("this CPU's libraries do not give the same bits for every batch")
+    manager = _manager(config, num_blocks, length)
+    event_log = EventLog(config.block_size)
+    manager.observers.append(event_log)
+    return Parts(
+        model_config=model,
+        model_name=checkpoint.name,
+        tokenizer=checkpoint.tokenizer,
+        max_model_len=length,
+        same_bits=same_bits,
+        manager=manager,
+        scheduler=Scheduler(
+            manager,
+            max_num_seqs=config.max_num_seqs,
+            token_budget=config.max_num_batched_tokens,
+            wait_for_inflight=config.wait_for_inflight,
+        ),
+        runner=ModelRunner(
+            decoder,
+            KVCache(model, num_blocks, config.block_size, dtype, device),
+            config.block_size,
+        ),
+        sampler=Sampler(model.vocab_size, checkpoint.tokenizer.vocab_size),
+        requests=RequestBuilder(
+            config,
+            checkpoint.tokenizer,
+            fingerprint=checkpoint.fingerprint,
+            num_blocks=num_blocks,
+            max_model_len=length,
+        ),
+        event_log=event_log,
+    )
+
+
+def _manager(config: EngineConfig, num_blocks: int, longest: int) -> BlockManager:
+    """The pool; all pins together leave room for one sequence of the maximum length."""
+    seed = secrets.randbits(64) if config.digest_seed is None else config.digest_seed
+    reserve = -(-longest // config.block_size)
+    return BlockManager(
+        num_blocks,
+        config.block_size,
+        block_digest(seed),
+        enable_caching=config.enable_prefix_caching,
+        max_pinned_blocks=max(min(num_blocks // 2, num_blocks - reserve), 0),
+    )
+
+
+def _device_and_dtype(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device cuda was asked for, and torch sees none")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if name == "cuda" else "float32"
+    return torch.device(name), _DTYPES[dtype]
+
+
+def _available_bytes(config: EngineConfig, decoder: Decoder, device: torch.device) -> int:
+    """Memory for the pool, measured once the weights are in place."""
+    if device.type == "cpu":
+        return int(cpu_memory_left() * DEFAULT_CPU_SHARE)
+    total = torch.cuda.mem_get_info(device)[1]
+    check_batch_invariance(decoder, dtype=_device_and_dtype(config)[1])  # a step at its peak
+    peak = torch.cuda.max_memory_allocated(device)
+    return int(total * config.gpu_memory_utilization) - peak

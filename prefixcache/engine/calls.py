@@ -1,0 +1,171 @@
+"""Commands that are answered at once: lists, statistics, release, flush, pins, subscriptions.
+
+Owns no state: it reads the engine's parts and asks their owners to change theirs.
+"""
+
+from typing import TYPE_CHECKING
+
+from prefixcache.cache import BlockManager, BlockTable, token_bytes
+from prefixcache.cache.table import Holding
+from prefixcache.cache.trie import Node
+from prefixcache.engine.messages import (
+    CacheStats,
+    Event,
+    FlushCache,
+    GetStats,
+    ListSequences,
+    PinInfo,
+    PinPrefix,
+    Release,
+    ReleaseReceipt,
+    Reply,
+    SequenceInfo,
+    SubscribeEvents,
+    UnpinPrefix,
+    UnsubscribeEvents,
+)
+from prefixcache.engine.registry import Entry, PinEntry
+from prefixcache.engine.sequence import State, TokenBuffer
+from prefixcache.errors import FailedPrecondition, Internal, InvalidArgument, PrefixCacheError
+
+if TYPE_CHECKING:
+    from prefixcache.engine.engine import Engine
+
+Call = (
+    Release
+    | ListSequences
+    | GetStats
+    | FlushCache
+    | PinPrefix
+    | UnpinPrefix
+    | SubscribeEvents
+    | UnsubscribeEvents
+)
+
+
+def answer(engine: "Engine", call: Call) -> list[Event]:
+    """Carry out a call; the Reply to it, which bears its error if it fails."""
+    if isinstance(call, UnsubscribeEvents):
+        engine.event_log.unsubscribe(call.call_id)
+        return []
+    try:
+        return [Reply(call.call_id, _value(engine, call))]
+    except PrefixCacheError as error:
+        return [Reply(call.call_id, error=error)]
+
+
+def _value(engine: "Engine", call: Call) -> object:
+    match call:
+        case Release():
+            return _release(engine, call)
+        case ListSequences():
+            entries = engine.registry.entries(call.cache_salt)
+            return tuple(_describe(engine, entry) for entry in entries)
+        case GetStats():
+            return _stats(engine)
+        case FlushCache():
+            salt = call.cache_salt
+            return engine.manager.flush(None if salt is None else engine.requests.namespace(salt))
+        case PinPrefix():
+            return _pin(engine, call)
+        case UnpinPrefix():
+            return _pin_info(engine, engine.registry.unpin(call.pin_id, call.cache_salt))
+        case SubscribeEvents():
+            return engine.event_log.subscribe(call)
+        case _:
+            raise Internal(f"no answer is known to {type(call).__name__}")
+
+
+def _release(engine: "Engine", call: Release) -> ReleaseReceipt:
+    if call.subtree:
+        entries = engine.registry.descendants(call.sequence_id, call.cache_salt)
+    else:
+        entries = [engine.registry.get(call.sequence_id, call.cache_salt)]
+    before = engine.manager.num_in_use
+    for entry in entries:
+        if entry.lease is not None:
+            engine.registry.drop(entry)
+        else:
+            engine.abort([entry.sequence])
+    ids = tuple(entry.sequence.id for entry in entries)
+    return ReleaseReceipt(ids, before - engine.manager.num_in_use)
+
+
+def _describe(engine: "Engine", entry: Entry) -> SequenceInfo:
+    sequence = entry.sequence
+    holding: Holding | None = entry.lease or sequence.table
+    own, shared = (0, 0) if holding is None else _own_and_shared(holding)
+    kept = entry.lease is not None
+    return SequenceInfo(
+        sequence_id=sequence.id,
+        parent_id=sequence.parent_id,
+        request_id=entry.group.request_id,
+        state="kept" if kept else "waiting" if sequence.state is State.WAITING else "running",
+        num_tokens=len(sequence.tokens),
+        fork_position=sequence.fork_position,
+        own_blocks=own,
+        shared_blocks=shared,
+        stream_key=sequence.stream_key,
+        kept_seconds=engine.registry.seconds_left(entry.expires) if kept else 0.0,
+    )
+
+
+def _own_and_shared(holding: Holding) -> tuple[int, int]:
+    """Blocks that only this sequence uses, and blocks that others use too."""
+    mine = 1 if isinstance(holding, BlockTable) else 0
+    own = sum(1 for tail in holding.tail if tail.hard <= mine and tail.soft <= 1 - mine)
+    node: Node | None = holding.node
+    while node is not None and node.hard <= mine and node.soft <= 1 - mine:
+        own += min(node.end, holding.node_blocks) - min(node.start, holding.node_blocks)
+        node = node.parent
+    return own, holding.num_blocks - own
+
+
+def _pin(engine: "Engine", call: PinPrefix) -> PinInfo:
+    longest = engine.config.max_keep_seconds
+    if not 0 < call.seconds <= longest:
+        raise InvalidArgument("seconds", f"must be above 0 and at most {longest:g}")
+    data = token_bytes(TokenBuffer(call.token_ids).view())
+    pin = engine.manager.pin(engine.requests.namespace(call.cache_salt), data)
+    if pin.num_blocks == 0:
+        engine.manager.unpin(pin)
+        raise FailedPrecondition(
+            "no whole block of this prompt is cached: generate from it with max_tokens = 0 first"
+        )
+    return _pin_info(engine, engine.registry.pin(pin, call.cache_salt, call.seconds))
+
+
+def _pin_info(engine: "Engine", entry: PinEntry) -> PinInfo:
+    blocks = entry.pin.num_blocks
+    left = engine.registry.seconds_left(entry.expires)
+    return PinInfo(entry.id, blocks * engine.config.block_size, blocks, left)
+
+
+def _stats(engine: "Engine") -> CacheStats:
+    manager: BlockManager = engine.manager
+    scheduler, counters = engine.scheduler, engine.counters
+    return CacheStats(
+        block_size=engine.config.block_size,
+        blocks_total=engine.num_blocks,
+        blocks_free=manager.num_free,
+        blocks_evictable=manager.num_evictable,
+        blocks_in_use=manager.num_in_use,
+        blocks_pinned=manager.num_pinned(),
+        sequences_running=sum(len(group.live) for group in scheduler.running),
+        sequences_waiting=sum(len(group.live) for group in scheduler.waiting),
+        sequences_kept=engine.registry.num_kept,
+        prompt_tokens=scheduler.counters.prompt_tokens,
+        cached_tokens=scheduler.counters.cached_tokens,
+        forked_tokens=scheduler.counters.forked_tokens,
+        computed_tokens=scheduler.counters.computed_tokens,
+        recomputed_tokens=scheduler.counters.recomputed_tokens,
+        completion_tokens=counters.completion_tokens,
+        preemptions=scheduler.counters.preemptions,
+        forks=manager.num_forks,
+        block_copies=manager.num_copies,
+        evicted_blocks=manager.num_evicted,
+        requests_finished=counters.requests_finished,
+        requests_aborted=counters.requests_aborted,
+        requests_failed=counters.requests_failed,
+        same_bits=engine.same_bits,
+    )

@@ -1,0 +1,473 @@
+"""The engine: commands in, steps, events out. Single-threaded; `EngineLoop` gives it a thread.
+
+A step is schedule -> run -> sample -> publish, and fits on a screen below. Owns the requests, and
+through its parts all state of serving; never does I/O, never tokenises.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from prefixcache.cache import check_integrity
+from prefixcache.config import EngineConfig
+from prefixcache.engine.build import Progress, build_parts
+from prefixcache.engine.calls import answer
+from prefixcache.engine.messages import (
+    Abort,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Fork,
+    Generate,
+    Output,
+    Score,
+    Started,
+    TokenLogprobs,
+    Usage,
+)
+from prefixcache.engine.model_runner import RowLogits
+from prefixcache.engine.outputs import RequestOutput
+from prefixcache.engine.philox import derive_key
+from prefixcache.engine.registry import Registry
+from prefixcache.engine.sampler import NO_TOKEN, SampleRow
+from prefixcache.engine.scheduler import ScheduledRow
+from prefixcache.engine.sequence import Sequence, SequenceGroup, State
+from prefixcache.errors import AlreadyExists, Internal, PrefixCacheError, ResourceExhausted
+from prefixcache.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Since the start. Every admitted request ends in exactly one of finished, aborted, failed."""
+
+    completion_tokens: int = 0
+    requests_finished: int = 0
+    requests_aborted: int = 0
+    requests_failed: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What the forward pass gave for a row, before anything is changed by it."""
+
+    row: ScheduledRow
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    next_token: TokenLogprobs | None = None
+
+
+class Engine:
+    """A model, its KV blocks, and the requests on them.
+
+    >>> engine = Engine(EngineConfig(model="smollm2"))
+    >>> engine.generate(["The sky is"], SamplingParams(temperature=0))[0].outputs[0].text
+
+    Raises ModelError or ConfigurationError where it cannot start.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        parts = build_parts(config, progress)
+        self.config = config
+        self.model_config = parts.model_config
+        self.model_name = parts.model_name
+        self.tokenizer = parts.tokenizer
+        self.max_model_len = parts.max_model_len
+        self.num_blocks = parts.manager.pool.num_blocks
+        self.same_bits = parts.same_bits
+        self.manager = parts.manager
+        self.scheduler = parts.scheduler
+        self.event_log = parts.event_log
+        self.requests = parts.requests
+        self.counters = EngineCounters()
+        self.registry = Registry(parts.manager, clock)
+        self._runner = parts.runner
+        self._sampler = parts.sampler
+        self._groups: dict[str, SequenceGroup] = {}
+        self._events: list[Event] = []
+
+    # ------------------------------------------------------------ commands
+
+    @property
+    def has_work(self) -> bool:
+        """True where a step would run something."""
+        return self.scheduler.has_work
+
+    def execute(self, command: Command) -> None:
+        """Take a command in; what it answers is among the events of the next `step`."""
+        match command:
+            case Generate() | Fork() | Score():
+                try:
+                    self._add(command)
+                except PrefixCacheError as error:
+                    self.counters.requests_failed += 1
+                    self._events.append(Failed(command.request_id, error))
+            case Abort():
+                group = self._groups.get(command.request_id)
+                if group is not None:
+                    self.abort(group.live)
+            case _:
+                self._events.extend(answer(self, command))
+
+    def _add(self, command: Generate | Fork | Score) -> None:
+        if command.request_id in self._groups:
+            raise AlreadyExists(f"request id {command.request_id!r} is in use by a live request")
+        if len(self.scheduler.waiting) >= self.config.max_queue:
+            raise ResourceExhausted(
+                f"the queue is full: {self.config.max_queue} requests wait already; try again later"
+            )
+        group = self._group(command)
+        self._check_leases(group)
+        for sequence in group.sequences:
+            self.registry.add(sequence, group)
+        self._groups[command.request_id] = group
+        self.scheduler.add(group)
+
+    def _group(self, command: Generate | Fork | Score) -> SequenceGroup:
+        match command:
+            case Generate():
+                return self.requests.generate(command)
+            case Score():
+                return self.requests.score(command)
+            case Fork():
+                group = self.requests.fork(command, self.registry)
+                for child in group.sequences:
+                    self._inherit(child)
+                return group
+
+    def _inherit(self, child: Sequence) -> None:
+        """Lease a fork its parent's blocks, unless the parent has not computed them yet."""
+        parent = self.registry.get(child.parent_id, child.salt)
+        self.registry.renew(parent)
+        source = parent.lease or parent.sequence.table
+        if source is not None and source.num_filled >= child.fork_position - 1:
+            child.lease = self.manager.lease(source, child.fork_position)
+            self.manager.num_forks += 1
+
+    def _check_leases(self, group: SequenceGroup) -> None:
+        live = (s for g in self._groups.values() for s in g.live)
+        promised = self.registry.num_kept + sum(1 for s in live if s.keep_seconds)
+        asked = sum(1 for s in group.sequences if s.keep_seconds) * group.num_samples
+        if asked and promised + asked > self.config.max_leases:
+            raise ResourceExhausted(
+                f"{promised} sequences are kept or will be, and this request asks for {asked} "
+                f"more; at most {self.config.max_leases} are kept at once"
+            )
+
+    def abort(self, sequences: Iterable[Sequence]) -> None:
+        """End live sequences now; blocks that only they used are the first to be reused."""
+        for sequence in list(sequences):
+            if sequence.state is not State.FINISHED:
+                self._finish(sequence, self._group_of(sequence), "abort")
+
+    def _group_of(self, sequence: Sequence) -> SequenceGroup:
+        return self.registry.get(sequence.id, sequence.salt).group
+
+    # ------------------------------------------------------------ the step
+
+    def step(self) -> list[Event]:
+        """Run one step: schedule -> run -> sample -> publish. Returns all events since the last."""
+        self.registry.expire()
+        step = self.scheduler.schedule()
+        self._runner.copy_blocks(step.copies)
+        for sequence in step.full:
+            self._finish(sequence, self._group_of(sequence), "length")
+        for row in step.rows:
+            self._announce(row.sequence, row.group)
+        for result in self._run(step.rows):
+            self.scheduler.advance(result.row)
+            self._apply(result)
+        self.counters.steps += 1
+        return self.take_events()
+
+    def take_events(self) -> list[Event]:
+        """Events that have gathered, cache events for subscribers last."""
+        events, self._events = self._events, []
+        return events + list(self.event_log.batches())
+
+    def _run(self, rows: list[ScheduledRow]) -> list[RowResult]:
+        """Run rows together; where that fails, each group alone: only the faulty one ends."""
+        if not rows:
+            return []
+        try:
+            return self._forward(rows)
+        except Exception as error:
+            groups = list(dict.fromkeys(row.group for row in rows))
+            if len(groups) == 1:
+                logger.exception("request %s failed", groups[0].request_id)
+                self._fail(groups[0], Internal(f"the forward pass failed: {type(error).__name__}"))
+                return []
+            results = [self._run([row for row in rows if row.group is g]) for g in groups]
+            return [result for part in results for result in part]
+
+    def _forward(self, rows: list[ScheduledRow]) -> list[RowResult]:
+        """Forward pass and sampling. Changes nothing but KV in the rows' own slots."""
+        logits, places = self._runner.run(rows)
+        draws = [
+            draw
+            for row, place in zip(rows, places, strict=True)
+            if row.samples and row.sequence.params.max_tokens != 0
+            for draw in self._draws(row, place)
+        ]
+        sampled = self._sampler.sample(logits, draws)
+        tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
+        results = []
+        for row, place in zip(rows, places, strict=True):
+            result = RowResult(row, prompt_logprobs=self._prompt_logprobs(row, place, logits))
+            if row.samples and row.sequence.params.max_tokens == 0:
+                result = self._peek(result, place, logits)
+            elif row.samples:
+                for _ in range(row.group.num_samples):
+                    result.token_ids.append(next(tokens))
+                    result.logprobs.append(next(logprobs))
+            results.append(result)
+        return results
+
+    def _draws(self, row: ScheduledRow, place: RowLogits) -> list[SampleRow]:
+        """One draw a sample: all from the same logits, each from its own random stream."""
+        sequence = row.sequence
+        branches = range(sequence.next_branch, sequence.next_branch + row.group.num_samples - 1)
+        keys = [sequence.stream_key, *(derive_key(sequence.stream_key, b) for b in branches)]
+        return [
+            SampleRow(
+                logits_row=place.first + len(place.positions) - 1,
+                params=sequence.params,
+                stream_key=key,
+                position=len(sequence.tokens),
+                state=sequence.sampler_state,
+                num_generated=sequence.num_generated,
+                stop_ids=self._stop_ids(sequence.params),
+            )
+            for key in keys
+        ]
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own | self._eos_ids
+
+    @property
+    def _eos_ids(self) -> frozenset[int]:
+        return frozenset(self.model_config.eos_token_ids)
+
+    def _prompt_logprobs(
+        self, row: ScheduledRow, place: RowLogits, logits: torch.Tensor
+    ) -> list[TokenLogprobs]:
+        """Logprobs of the prompt tokens that the row's logits predict."""
+        sequence = row.sequence
+        wanted = sequence.next_logprob_position
+        if wanted is None:
+            return []
+        last = min(row.stop, sequence.num_prompt_tokens - 1)
+        tokens = sequence.tokens.view()[wanted : last + 1].tolist()
+        return self._sampler.logprobs_batch(
+            logits[place.first : place.first + len(tokens)], tokens, sequence.top_logprobs
+        )
+
+    def _peek(self, result: RowResult, place: RowLogits, logits: torch.Tensor) -> RowResult:
+        """max_tokens = 0: what would come next, without drawing it."""
+        top = result.row.sequence.params.logprobs or 0
+        last = place.first + len(place.positions) - 1
+        next_token = self._sampler.logprobs(logits, last, None, top)
+        return RowResult(result.row, prompt_logprobs=result.prompt_logprobs, next_token=next_token)
+
+    # ------------------------------------------------------------ results
+
+    def _announce(self, sequence: Sequence, group: SequenceGroup) -> None:
+        if sequence.announced:
+            return
+        sequence.announced = True
+        self._events.append(
+            Started(
+                group.request_id,
+                sequence.index,
+                sequence.id,
+                sequence.stream_key,
+                sequence.num_prompt_tokens,
+                sequence.num_cached_tokens,
+                sequence.num_forked_tokens,
+            )
+        )
+
+    def _apply(self, result: RowResult) -> None:
+        """Give a row's results to its sequence, and to the samples that begin with it."""
+        row = result.row
+        sequence, group = row.sequence, row.group
+        sequence.prompt_logprobs += result.prompt_logprobs
+        if result.next_token is not None:
+            self._emit_prompt_logprobs(sequence, group)
+            self._finish(sequence, group, "length", next_token=result.next_token)
+        if not result.token_ids:
+            return
+        self._emit_prompt_logprobs(sequence, group)
+        samples = [sequence]
+        for index in range(1, len(result.token_ids)):
+            sample = self.requests.sample(sequence, index)
+            self.scheduler.fork(sequence, group, sample)
+            self.registry.add(sample, group)
+            self._announce(sample, group)
+            samples.append(sample)
+        for sample, token, logprobs in zip(samples, result.token_ids, result.logprobs, strict=True):
+            if sample.state is not State.FINISHED:
+                self._append(sample, group, token, logprobs)
+
+    def _emit_prompt_logprobs(self, sequence: Sequence, group: SequenceGroup) -> None:
+        if sequence.logprob_start is not None and sequence.num_generated == 0:
+            logprobs = tuple(sequence.prompt_logprobs)
+            event = Output(group.request_id, sequence.index, prompt_logprobs=logprobs)
+            self._events.append(event)
+
+    def _append(
+        self,
+        sequence: Sequence,
+        group: SequenceGroup,
+        token: int,
+        logprobs: TokenLogprobs | None,
+    ) -> None:
+        """One more token of a sequence: its text, and whether it ends."""
+        if token == NO_TOKEN:
+            self._fail(group, Internal("the logits leave no token to draw; is the model broken?"))
+            return
+        sequence.tokens.append(token)
+        if sequence.sampler_state is not None:
+            sequence.sampler_state.append(token)
+        self.counters.completion_tokens += 1
+        enough = sequence.num_generated >= sequence.params.min_tokens
+        stopped = enough and token in self._stop_ids(sequence.params)
+        text = "" if stopped else sequence.detokenizer.push([token])
+        emit, matched = sequence.stop.push(text, enough)
+        reason: FinishReason | None = None
+        if stopped or matched is not None:
+            reason = "stop"
+        elif self._at_limit(sequence):
+            reason = "length"
+        if reason is not None and matched is None:
+            rest, matched = sequence.stop.push(sequence.detokenizer.flush(), enough)
+            emit += rest + ("" if matched else sequence.stop.flush())
+        entry = () if logprobs is None else (logprobs,)
+        self._events.append(Output(group.request_id, sequence.index, (token,), emit, entry))
+        if reason is not None:
+            cause = matched if matched is not None else token if stopped else None
+            self._finish(sequence, group, "stop" if matched else reason, cause)
+
+    def _at_limit(self, sequence: Sequence) -> bool:
+        limit = sequence.params.max_tokens
+        full = len(sequence.tokens) >= self.max_model_len
+        return full or (limit is not None and sequence.num_generated >= limit)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        group: SequenceGroup,
+        reason: FinishReason,
+        stop_reason: str | int | None = None,
+        next_token: TokenLogprobs | None = None,
+    ) -> None:
+        """End one sequence: keep it where that was asked for, free it, say so."""
+        sequence.finish_reason = reason
+        aborted = reason == "abort"
+        kept = sequence.keep_seconds > 0 and not aborted and sequence.table is not None
+        if kept:
+            self.registry.keep(sequence)
+        else:
+            self.registry.end(sequence)
+        self.scheduler.finish(sequence, group, pruned=aborted and group.is_fork)
+        if sequence.announced or aborted:
+            seconds = sequence.keep_seconds if kept else 0.0
+            usage = _usage(sequence)
+            self._events.append(
+                Finished(
+                    group.request_id,
+                    sequence.index,
+                    reason,
+                    stop_reason,
+                    usage,
+                    seconds,
+                    next_token,
+                )
+            )
+        if not group.live:
+            del self._groups[group.request_id]
+            self.counters.requests_aborted += aborted
+            self.counters.requests_finished += not aborted
+
+    def _fail(self, group: SequenceGroup, error: PrefixCacheError) -> None:
+        """End a whole request in an error."""
+        for sequence in group.live:
+            self.registry.end(sequence)
+            self.scheduler.finish(sequence, group, pruned=True)
+        if self._groups.pop(group.request_id, None) is not None:
+            self.counters.requests_failed += 1
+            self._events.append(Failed(group.request_id, error))
+
+    # ------------------------------------------------------------ for callers in this process
+
+    def generate(
+        self,
+        prompts: Seq[str | Seq[int]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+        keep_seconds: float = 0.0,
+    ) -> list[RequestOutput]:
+        """Run prompts (text or token ids) to their end, together; outputs in their order.
+
+        Raises the first request's error, if any; the others are ended.
+        """
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        commands = [
+            Generate(
+                f"local-{index}",
+                tuple(self.tokenizer.encode(p) if isinstance(p, str) else p),
+                own,
+                cache_salt,
+                keep_seconds=keep_seconds,
+            )
+            for index, (p, own) in enumerate(zip(prompts, params, strict=True))
+        ]
+        return self.run(commands)
+
+    def run(self, commands: Seq[Generate | Fork | Score]) -> list[RequestOutput]:
+        """Run commands to their end, together; outputs in their order."""
+        outputs = []
+        for command in commands:
+            prompt = command.prompt_token_ids if isinstance(command, Generate) else ()
+            outputs.append(RequestOutput(command.request_id, list(prompt)))
+            self.execute(command)
+        try:
+            while not all(output.finished for output in outputs):
+                events = self.step()
+                for output in outputs:
+                    output.apply(events)
+        except BaseException:
+            for command in commands:
+                self.execute(Abort(command.request_id))
+            self.take_events()
+            raise
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Verify that no block is lost. Raises IntegrityError."""
+        check_integrity(self.manager)
+
+
+def _usage(sequence: Sequence) -> Usage:
+    """Samples of one prompt count it once, at index 0."""
+    prompt = sequence.num_prompt_tokens if sequence.counts_prompt else 0
+    cached, forked = sequence.num_cached_tokens, sequence.num_forked_tokens
+    return Usage(prompt, cached, forked, prompt - cached - forked, sequence.num_generated)

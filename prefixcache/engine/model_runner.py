@@ -1,0 +1,100 @@
+"""From scheduled rows to logits: builds the arrays of a step and runs the decoder on them.
+
+Owns the KV tensors. Never decides what runs; never keeps anything of a step.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from prefixcache.cache import BlockCopy
+from prefixcache.engine.scheduler import ScheduledRow
+from prefixcache.model.attention import StepInput
+from prefixcache.model.decoder import Decoder
+from prefixcache.model.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogits:
+    """Where a row's logits are: first is the logits row of the first position that has some.
+
+    positions: positions whose logits were kept, ascending; logits row first + i for the i-th.
+    """
+
+    first: int
+    positions: range
+
+
+class ModelRunner:
+    """Runs forward passes over one KV cache."""
+
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, block_size: int) -> None:
+        self._decoder = decoder
+        self._kv_cache = kv_cache
+        self._block_size = block_size
+
+    def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
+        """Make the copies of a step; must come before its forward pass."""
+        if copies:
+            self._kv_cache.copy_blocks(copies)
+
+    def run(self, rows: Seq[ScheduledRow]) -> tuple[torch.Tensor, list[RowLogits]]:
+        """One forward pass. Returns logits float32 [R, vocab_size], and each row's place in them.
+
+        Running the same rows again gives the same: it writes the same KV to the same slots.
+        """
+        wanted = [_positions_with_logits(row) for row in rows]
+        with torch.inference_mode():
+            logits = self._decoder.forward(self._step_input(rows, wanted), self._kv_cache)
+        firsts = np.cumsum([0, *map(len, wanted)])
+        places = [RowLogits(int(first), w) for first, w in zip(firsts, wanted, strict=False)]
+        return logits, places
+
+    def _step_input(self, rows: Seq[ScheduledRow], wanted: Seq[range]) -> StepInput:
+        starts = np.cumsum([0, *(row.count for row in rows)], dtype=np.int32)
+        return StepInput(
+            token_ids=np.concatenate(
+                [row.sequence.tokens.view()[row.start : row.stop] for row in rows]
+            ).astype(np.int32),
+            positions=np.concatenate(
+                [np.arange(row.start, row.stop, dtype=np.int32) for row in rows]
+            ),
+            slot_mapping=np.concatenate([self._slots(row) for row in rows]),
+            query_start_loc=starts,
+            seq_lens=np.array([row.stop for row in rows], np.int32),
+            block_table=self._block_table(rows),
+            logits_rows=np.array(
+                [
+                    start + position - row.start
+                    for start, row, positions in zip(starts, rows, wanted, strict=False)
+                    for position in positions
+                ],
+                np.int32,
+            ),
+        )
+
+    def _slots(self, row: ScheduledRow) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        assert row.sequence.table is not None
+        return row.sequence.table.slots(row.start, row.stop, self._block_size)
+
+    def _block_table(
+        self, rows: Seq[ScheduledRow]
+    ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+        """int32 [S, max_blocks], padded with 0."""
+        counts = [-(-row.stop // self._block_size) for row in rows]
+        table = np.zeros((len(rows), max(counts)), np.int32)
+        for line, row, count in zip(table, rows, counts, strict=True):
+            assert row.sequence.table is not None
+            line[:count] = row.sequence.table.row[:count]
+        return table
+
+
+def _positions_with_logits(row: ScheduledRow) -> range:
+    """Positions of a row whose logits are needed: for its next token and its prompt's logprobs."""
+    first = row.stop - 1 if row.samples else row.stop
+    wanted = row.sequence.next_logprob_position
+    if wanted is not None:
+        first = min(first, wanted - 1)
+    return range(first, row.stop)

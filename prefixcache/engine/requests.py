@@ -1,0 +1,242 @@
+"""From commands to sequence groups: what is checked, and what a sequence begins with.
+
+Owns the rules of admission to the queue and the numbering of random streams. Changes no block.
+"""
+
+import itertools
+import secrets
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from prefixcache.cache import namespace_key
+from prefixcache.cache.trie import common_tokens
+from prefixcache.config import EngineConfig
+from prefixcache.engine.detokenizer import IncrementalDetokenizer
+from prefixcache.engine.messages import Fork, ForkBranch, Generate, Score, TokenIds
+from prefixcache.engine.philox import derive_key, root_key
+from prefixcache.engine.registry import Entry, Registry
+from prefixcache.engine.sampler import SamplerState
+from prefixcache.engine.sequence import Sequence, SequenceGroup, TokenBuffer, Tokens
+from prefixcache.engine.sizing import blocks_at_most, check_fits
+from prefixcache.engine.stop import StopChecker, StopStrings
+from prefixcache.errors import InvalidArgument, ResourceExhausted
+from prefixcache.model.tokenizer import Tokenizer
+from prefixcache.params import SamplingParams
+
+_PROMPT_TAIL = 64
+"""Tokens of a prompt that the detokenizer looks at: more than any character's bytes need."""
+
+
+class RequestBuilder:
+    """Makes groups for one engine. Raises PrefixCacheError for what cannot be served."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        *,
+        fingerprint: bytes,
+        num_blocks: int,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._fingerprint = fingerprint
+        self._num_blocks = num_blocks
+        self._max_model_len = max_model_len
+        self._arrivals = itertools.count()
+        self._base_key = None if config.seed is None else root_key(config.seed)
+
+    def namespace(self, salt: str) -> bytes:
+        """The namespace that requests of a salt share."""
+        return namespace_key(model=self._fingerprint, salt=salt)
+
+    # ------------------------------------------------------------ one builder a command
+
+    def generate(self, command: Generate) -> SequenceGroup:
+        """A prompt, to be sampled n times."""
+        arrival = next(self._arrivals)
+        params = command.params
+        tokens = self._prompt("prompt", command.prompt_token_ids)
+        self._check(tokens, params, "sampling")
+        self.check_keep("keep_seconds", command.keep_seconds)
+        sequence = self._sequence(0, tokens, params, self._key(params, arrival), command.cache_salt)
+        sequence.keep_seconds = command.keep_seconds
+        if params.prompt_logprobs is not None:
+            sequence.logprob_start, sequence.top_logprobs = 0, params.prompt_logprobs
+            sequence.prompt_logprobs.append(None)  # nothing precedes the first token
+        n = params.n
+        self._check_room([len(tokens)] * n, [len(tokens)] * n, [params] * n)
+        namespace = self._namespace_of(command.cache_salt, arrival)
+        group = SequenceGroup(command.request_id, [sequence], command.priority, arrival, namespace)
+        group.num_samples = n
+        return group
+
+    def fork(self, command: Fork, registry: Registry) -> SequenceGroup:
+        """Branches of live or kept sequences. Their blocks are leased by the caller."""
+        arrival = next(self._arrivals)
+        if not command.branches:
+            raise InvalidArgument("branches", "at least one branch is needed")
+        parents = [
+            registry.get(branch.parent_id, command.cache_salt) for branch in command.branches
+        ]
+        sequences = [
+            self._branch(index, branch, parent)
+            for index, (branch, parent) in enumerate(zip(command.branches, parents, strict=True))
+        ]
+        namespaces = {parent.group.namespace for parent in parents}
+        if len(namespaces) > 1:
+            raise InvalidArgument("branches", "parents of one call must share a namespace")
+        first = sequences[0].tokens.view().tobytes()
+        shared = [common_tokens(first, s.tokens.view().tobytes()) for s in sequences]
+        self._check_room([len(s.tokens) for s in sequences], shared, [s.params for s in sequences])
+        group = SequenceGroup(
+            command.request_id, sequences, command.priority, arrival, namespaces.pop()
+        )
+        group.is_fork = True
+        return group
+
+    def score(self, command: Score) -> SequenceGroup:
+        """Continuations behind one prefix; each is a prompt whose end is scored."""
+        arrival = next(self._arrivals)
+        if not command.continuations:
+            raise InvalidArgument("continuations", "at least one continuation is needed")
+        prefix = self._prompt("prefix", command.prefix_token_ids)
+        params = SamplingParams(max_tokens=0)
+        sequences = []
+        for index, continuation in enumerate(command.continuations):
+            field = f"continuations[{index}]"
+            tokens = np.concatenate([prefix, self._prompt(field, continuation)])
+            self._check(tokens, params, field)
+            sequence = self._sequence(index, tokens, params, 0, command.cache_salt)
+            sequence.logprob_start = len(prefix)
+            sequence.top_logprobs = command.top_logprobs
+            sequences.append(sequence)
+        lengths = [len(s.tokens) for s in sequences]
+        self._check_room(lengths, [len(prefix)] * len(lengths), [params] * len(lengths))
+        namespace = self._namespace_of(command.cache_salt, arrival)
+        return SequenceGroup(command.request_id, sequences, command.priority, arrival, namespace)
+
+    def sample(self, parent: Sequence, index: int) -> Sequence:
+        """Another sample of a prompt that `parent` has just run: a fork at the prompt's end."""
+        key = derive_key(parent.stream_key, parent.next_branch)
+        parent.next_branch += 1
+        sample = self._sequence(index, parent.tokens.view(), parent.params, key, parent.salt)
+        sample.counts_prompt = False
+        sample.parent_id = parent.id
+        sample.fork_position = len(parent.tokens)
+        sample.keep_seconds = parent.keep_seconds
+        return sample
+
+    # ------------------------------------------------------------ parts
+
+    def _branch(self, index: int, branch: ForkBranch, parent: Entry) -> Sequence:
+        where = f"branches[{index}]"
+        source = parent.sequence
+        length = len(source.tokens)
+        position = length if branch.position is None else branch.position
+        if not 1 <= position <= length:
+            raise InvalidArgument(
+                f"{where}.position",
+                f"must be from 1 to the parent's {length} tokens, not {position}",
+            )
+        if branch.params.n != 1:
+            raise InvalidArgument(f"{where}.sampling.n", "must be 1: repeat the branch instead")
+        if branch.params.prompt_logprobs is not None:
+            raise InvalidArgument(
+                f"{where}.sampling.prompt_logprobs", "is not for forks: use Score"
+            )
+        self.check_keep(f"{where}.keep_seconds", branch.keep_seconds)
+        forced = self._ids(f"{where}.token_ids", branch.token_ids)
+        tokens = np.concatenate([source.tokens.view()[:position], forced])
+        self._check(tokens, branch.params, f"{where}.sampling")
+        if branch.params.seed is None and branch.params.stream_key is None:
+            key = derive_key(source.stream_key, source.next_branch)
+        else:
+            key = self._key(branch.params, 0)
+        source.next_branch += 1
+        child = self._sequence(index, tokens, branch.params, key, source.salt)
+        child.parent_id, child.fork_position = source.id, position
+        child.keep_seconds = branch.keep_seconds
+        return child
+
+    def _sequence(
+        self, index: int, tokens: Tokens, params: SamplingParams, key: int, salt: str
+    ) -> Sequence:
+        tail = tokens[-_PROMPT_TAIL:].tolist()
+        return Sequence(
+            index=index,
+            params=params,
+            stream_key=key,
+            tokens=TokenBuffer(tokens),
+            detokenizer=IncrementalDetokenizer(self._tokenizer, tail, params.skip_special_tokens),
+            stop=StopChecker(StopStrings(params.stop)),
+            sampler_state=SamplerState(tokens) if SamplerState.needed(params) else None,
+            salt=salt,
+        )
+
+    def _key(self, params: SamplingParams, arrival: int) -> int:
+        if params.stream_key is not None:
+            return params.stream_key
+        if params.seed is not None:
+            return root_key(params.seed)
+        if self._base_key is not None:
+            return derive_key(self._base_key, arrival)
+        return secrets.randbits(64)
+
+    def _namespace_of(self, salt: str, arrival: int) -> bytes:
+        if self._config.enable_prefix_caching:
+            return self.namespace(salt)
+        return namespace_key(model=self._fingerprint, salt=salt, private=arrival)
+
+    # ------------------------------------------------------------ checks
+
+    def _prompt(self, field: str, token_ids: TokenIds) -> Tokens:
+        if not token_ids:
+            raise InvalidArgument(field, "must hold at least one token")
+        return self._ids(field, token_ids)
+
+    def _ids(self, field: str, token_ids: TokenIds) -> Tokens:
+        ids = np.array(token_ids, np.int64)
+        wrong = ids[(ids < 0) | (ids >= self._tokenizer.vocab_size)]
+        if len(wrong):
+            raise InvalidArgument(
+                field,
+                f"token id {wrong[0]} is not in the vocabulary of {self._tokenizer.vocab_size}",
+            )
+        return ids.astype(np.uint32)
+
+    def _check(self, tokens: Tokens, params: SamplingParams, where: str) -> None:
+        params.validate(self._tokenizer.vocab_size, where)
+        longest = self._max_model_len
+        needs_room = params.max_tokens != 0
+        if len(tokens) + needs_room > longest:
+            raise InvalidArgument(
+                "prompt" if where == "sampling" else where,
+                f"{len(tokens)} tokens leave no room to generate: the model's length is {longest}",
+            )
+        if params.max_tokens is not None and len(tokens) + params.max_tokens > longest:
+            raise InvalidArgument(
+                f"{where}.max_tokens",
+                f"{len(tokens)} prompt tokens and {params.max_tokens} more exceed the model's "
+                f"length of {longest}",
+            )
+
+    def check_keep(self, field: str, seconds: float) -> None:
+        """Refuse a keeping time that is not within the configured limit."""
+        longest = self._config.max_keep_seconds
+        if not 0 <= seconds <= longest:
+            raise InvalidArgument(field, f"must be from 0 to {longest:g} seconds, not {seconds!r}")
+
+    def _check_room(self, prompts: Seq[int], shared: Seq[int], params: Seq[SamplingParams]) -> None:
+        if len(prompts) > self._config.max_num_seqs:
+            raise ResourceExhausted(
+                f"{len(prompts)} branches are asked for; at most max_num_seqs = "
+                f"{self._config.max_num_seqs} sequences run at once"
+            )
+        size = self._config.block_size
+        extra = [1 if p.max_tokens is None else p.max_tokens for p in params]
+        needed = blocks_at_most(prompts, shared, extra, size)
+        what = f"{len(prompts)} x (up to {max(prompts)} prompt + {max(extra)} new tokens)"
+        check_fits(needed, self._num_blocks, size, what)

@@ -1,0 +1,292 @@
+"""Which sequences run in the next step, and on which blocks.
+
+Owns the queue, the running groups and their progress, and is the only user of the block manager's
+admit, grow, fork and release. Never touches tokens' values, logits or KV data.
+
+    waiting ── admit (whole groups) ──> running ── finish ──> released, or kept on a lease
+       ^                                   │
+       └────── preempt (whole groups) ─────┘
+
+Order everywhere is (priority, arrival): lower numbers are more urgent, and a preempted group keeps
+its arrival. The first group in this order is never preempted, so it always gets to its end.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from prefixcache.cache import BlockCopy, BlockManager, BlockTable, NoFreeBlocks, token_bytes
+from prefixcache.cache.trie import common_tokens
+from prefixcache.engine.sequence import Sequence, SequenceGroup, State
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """Run tokens start to start + count - 1 of a sequence."""
+
+    sequence: Sequence
+    group: SequenceGroup
+    start: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """The position behind the last token that runs."""
+        return self.start + self.count
+
+    @property
+    def samples(self) -> bool:
+        """True where the row ends at the sequence's last token, so that a next one is drawn."""
+        return self.stop == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """The rows of one forward pass, and the block copies to make before it.
+
+    full: sequences that must end with "length": nothing is left for them to grow into.
+    """
+
+    rows: list[ScheduledRow]
+    copies: list[BlockCopy]
+    full: list[Sequence]
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Token counts of admissions, each token once; work done again is apart."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    forked_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """Continuous batching over one block manager.
+
+    max_num_seqs: sequences that run at once. token_budget: tokens of a step, at least
+    max_num_seqs. wait_for_inflight: let a group wait for prompt blocks that another computes.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        token_budget: int,
+        wait_for_inflight: bool = True,
+    ) -> None:
+        self.manager = manager
+        self.waiting: list[SequenceGroup] = []
+        self.running: list[SequenceGroup] = []
+        self.counters = SchedulerCounters()
+        self._max_num_seqs = max_num_seqs
+        self._token_budget = token_budget
+        self._wait = wait_for_inflight
+        self._watermark = manager.pool.num_blocks // 100
+        self._group_of: dict[BlockTable, SequenceGroup] = {}
+        self._rows: dict[Sequence, ScheduledRow] = {}
+        self._full: list[Sequence] = []
+        self._budget = 0
+
+    @property
+    def has_work(self) -> bool:
+        """True where a step would do something."""
+        return bool(self.waiting or self.running)
+
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a group."""
+        insort(self.waiting, group, key=lambda g: g.order)
+
+    # ------------------------------------------------------------ a step
+
+    def schedule(self) -> ScheduledStep:
+        """Choose the rows of the next forward pass: decodes, then prompts, then new groups."""
+        self._rows, self._full, self._budget = {}, [], self._token_budget
+        for decoding in (True, False):
+            for group in list(self.running):
+                for sequence in group.sequences:
+                    if sequence.state is State.RUNNING and _decodes(sequence) == decoding:
+                        self._schedule_row(sequence, group)
+        for group in self.running:
+            for sequence in group.live:
+                if sequence.state is State.WAITING and not self._is_blocked(sequence):
+                    self._start(sequence, group)
+        self._admit()
+        return ScheduledStep(list(self._rows.values()), self.manager.take_copies(), self._full)
+
+    def _schedule_row(self, sequence: Sequence, group: SequenceGroup) -> None:
+        """Give a running sequence its tokens of this step; may preempt others to make room."""
+        count = min(len(sequence.tokens) - sequence.num_computed, self._budget)
+        if count and self._make_room(sequence, group, sequence.num_computed + count):
+            self._add_row(ScheduledRow(sequence, group, sequence.num_computed, count))
+
+    def _add_row(self, row: ScheduledRow) -> None:
+        self._rows[row.sequence] = row
+        self._budget -= row.count
+
+    def _make_room(self, sequence: Sequence, group: SequenceGroup, num_tokens: int) -> bool:
+        """Grow a table; on lack of blocks preempt the last group in order, perhaps this one."""
+        assert sequence.table is not None
+        while True:
+            try:
+                self.manager.grow(sequence.table, num_tokens)
+            except NoFreeBlocks:
+                last = max(self.running, key=lambda g: g.order)
+                if len(self.running) == 1:
+                    self._full.append(sequence)
+                    return False
+                self._preempt(last)
+                if last is group:
+                    return False
+            else:
+                return True
+
+    def _preempt(self, group: SequenceGroup) -> None:
+        """Take a group's blocks; what it has published stays matchable until it is needed."""
+        self.counters.preemptions += 1
+        for sequence in group.live:
+            row = self._rows.pop(sequence, None)
+            self._budget += row.count if row else 0
+            if sequence.table is not None:
+                self._release(sequence, group.priority, pruned=False)
+            sequence.num_computed = 0
+            sequence.state = State.WAITING
+        self.running.remove(group)
+        self.add(group)
+
+    # ------------------------------------------------------------ admission
+
+    def _admit(self) -> None:
+        """Admit waiting groups in order, whole; the first that does not fit holds the others back.
+
+        A group that waits for blocks in flight is passed over: those behind it may go on.
+        """
+        seats = self._max_num_seqs - sum(group.num_branches for group in self.running)
+        for group in list(self.waiting):
+            if all(self._is_blocked(sequence) for sequence in group.live):
+                continue
+            if not self._budget or group.num_branches > seats or not self._fits(group):
+                return
+            started = [sequence for sequence in group.live if self._start(sequence, group)]
+            if started:
+                seats -= group.num_branches
+                self.waiting.remove(group)
+                insort(self.running, group, key=lambda g: g.order)
+
+    def _fits(self, group: SequenceGroup) -> bool:
+        """Room for the prompts, a block a branch and a watermark; alone, a group always fits."""
+        if not self.running:
+            return True
+        first = group.live[0]
+        data = token_bytes(first.tokens.view())
+        match = self.manager.match(group.namespace, data)
+        room = self.manager.room_after(match, len(first.tokens)) - group.num_branches
+        for other in group.live[1:]:
+            shared = common_tokens(data, token_bytes(other.tokens.view()))
+            room -= self.manager.blocks_for(len(other.tokens)) - shared // self.manager.block_size
+        return room >= self._watermark
+
+    def _is_blocked(self, sequence: Sequence) -> bool:
+        """True while another sequence is computing the block that this one waits for."""
+        return sequence.blocked_on is not None and sequence.blocked_on in self.manager.in_flight
+
+    def _start(self, sequence: Sequence, group: SequenceGroup) -> bool:
+        """Give a waiting sequence its table and its first row; False where it waits for blocks."""
+        table = self._resume(sequence)
+        if table is None:
+            table = self._look_up(sequence, group)
+        if table is None:
+            return False
+        sequence.table = table
+        sequence.state = State.RUNNING
+        sequence.num_computed = min(table.num_filled, sequence.last_useful_cached)
+        self._group_of[table] = group
+        self._count(sequence)
+        count = min(len(sequence.tokens) - sequence.num_computed, self._budget)
+        if count:
+            try:
+                self.manager.grow(table, sequence.num_computed + count)
+            except NoFreeBlocks:
+                return True  # a newcomer preempts nobody; the next step makes room
+            self._add_row(ScheduledRow(sequence, group, sequence.num_computed, count))
+        return True
+
+    def _resume(self, sequence: Sequence) -> BlockTable | None:
+        """A fork's inherited blocks, where they are all still there."""
+        if sequence.lease is None:
+            return None
+        table = self.manager.resume(sequence.lease)
+        self.manager.end_lease(sequence.lease)
+        sequence.lease = None
+        return table
+
+    def _look_up(self, sequence: Sequence, group: SequenceGroup) -> BlockTable | None:
+        """A table by tokens; None while blocks that it could share are being computed."""
+        data = token_bytes(sequence.tokens.view())
+        match = self.manager.match(group.namespace, data)
+        in_flight = self.manager.in_flight.next_block(group.namespace, data, match)
+        if in_flight is not None and self._wait:
+            digest, producer = in_flight
+            if self._group_of[producer].priority <= group.priority:
+                sequence.blocked_on = digest
+                return None
+        sequence.blocked_on = None
+        return self.manager.admit(group.namespace, data, match)
+
+    def _count(self, sequence: Sequence) -> None:
+        """Account for an admission: by source the first time, as recomputed after that."""
+        start, length = sequence.num_computed, len(sequence.tokens)
+        if sequence.counted:
+            self.counters.recomputed_tokens += length - start
+            return
+        sequence.counted = True
+        sequence.num_forked_tokens = min(start, sequence.fork_position)
+        sequence.num_cached_tokens = start - sequence.num_forked_tokens
+        self.counters.prompt_tokens += length
+        self.counters.forked_tokens += sequence.num_forked_tokens
+        self.counters.cached_tokens += sequence.num_cached_tokens
+        self.counters.computed_tokens += length - start
+
+    # ------------------------------------------------------------ after a step
+
+    def advance(self, row: ScheduledRow) -> None:
+        """A row's forward pass is done: its full blocks become visible to others."""
+        table = row.sequence.table
+        assert table is not None
+        self.manager.publish(table, row.sequence.tokens.view(), row.stop)
+        row.sequence.num_computed = row.stop
+
+    def fork(self, parent: Sequence, group: SequenceGroup, child: Sequence) -> None:
+        """Let a new sequence of the same group run on from a running one's blocks."""
+        assert parent.table is not None
+        child.table = self.manager.fork(parent.table)
+        child.num_computed = parent.num_computed
+        child.state = State.RUNNING
+        child.counted = True
+        group.sequences.append(child)
+        group.num_samples -= 1
+        self._group_of[child.table] = group
+
+    def finish(self, sequence: Sequence, group: SequenceGroup, *, pruned: bool = False) -> None:
+        """A sequence ends; its group goes with its last one."""
+        sequence.state = State.FINISHED
+        if sequence.lease is not None:
+            self.manager.end_lease(sequence.lease)
+            sequence.lease = None
+        if sequence.table is not None:
+            self._release(sequence, group.priority, pruned=pruned)
+        if not group.live:
+            (self.running if group in self.running else self.waiting).remove(group)
+
+    def _release(self, sequence: Sequence, priority: int, *, pruned: bool) -> None:
+        assert sequence.table is not None
+        del self._group_of[sequence.table]
+        self.manager.release(sequence.table, priority, pruned=pruned)
+        sequence.table = None
+
+
+def _decodes(sequence: Sequence) -> bool:
+    return len(sequence.tokens) - sequence.num_computed == 1

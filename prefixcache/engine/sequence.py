@@ -1,0 +1,158 @@
+"""Sequences and groups: what the engine knows of a request while it lives.
+
+Plain state. The scheduler changes tables, leases and progress; the engine appends tokens.
+"""
+
+import secrets
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.cache import BlockTable, Lease
+from prefixcache.engine.detokenizer import IncrementalDetokenizer
+from prefixcache.engine.messages import FinishReason, TokenLogprobs
+from prefixcache.engine.sampler import SamplerState
+from prefixcache.engine.stop import StopChecker
+from prefixcache.params import SamplingParams
+
+Tokens = npt.NDArray[np.uint32]
+
+
+class State(Enum):
+    """WAITING: holds no table (new, queued, preempted). RUNNING: has one. FINISHED: has ended."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class TokenBuffer:
+    """Token ids of one sequence, growing at the end: uint32, as the cache compares them."""
+
+    __slots__ = ("_array", "_length")
+
+    def __init__(self, token_ids: Tokens | tuple[int, ...]) -> None:
+        self._array = np.array(token_ids, np.uint32)
+        self._length = len(self._array)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, token_id: int) -> None:
+        """Add one token."""
+        if self._length == len(self._array):
+            room = np.empty(max(64, self._length // 2), np.uint32)
+            self._array = np.concatenate([self._array, room])
+        self._array[self._length] = token_id
+        self._length += 1
+
+    def view(self) -> Tokens:
+        """uint32 [length], a view."""
+        return self._array[: self._length]
+
+    def copy(self) -> "TokenBuffer":
+        """A buffer of its own."""
+        return TokenBuffer(self.view())
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sequence of tokens: a sample, a branch, or a scored continuation.
+
+    num_prompt_tokens: tokens it began with; for a fork all up to the end of the forced
+        continuation. fork_position: how many of them came from the parent.
+    num_computed: tokens whose forward pass has run, or whose KV was found; reset by preemption.
+    logprob_start: first prompt position whose logprob is wanted, or None. Its prompt must be run
+        from there on, so only what lies before is looked up.
+    counts_prompt: False for samples after the first, whose prompt that one has counted.
+    lease: blocks that a queued fork inherits. keep_seconds: how long to keep it after its end.
+    """
+
+    index: int
+    params: SamplingParams
+    stream_key: int
+    tokens: TokenBuffer
+    detokenizer: IncrementalDetokenizer
+    stop: StopChecker
+    sampler_state: SamplerState | None = None
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    parent_id: str = ""
+    fork_position: int = 0
+    keep_seconds: float = 0.0
+    logprob_start: int | None = None
+    top_logprobs: int = 0
+    salt: str = ""
+
+    state: State = State.WAITING
+    table: BlockTable | None = None
+    lease: Lease | None = None
+    num_computed: int = 0
+    num_prompt_tokens: int = field(init=False)
+    next_branch: int = 0
+    blocked_on: bytes | None = None
+
+    announced: bool = False
+    counts_prompt: bool = True
+    counted: bool = False
+    num_cached_tokens: int = 0
+    num_forked_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def next_logprob_position(self) -> int | None:
+        """The first prompt position whose logprob is still missing; None where none is."""
+        if self.logprob_start is None:
+            return None
+        position = self.logprob_start + len(self.prompt_logprobs)
+        return position if position < self.num_prompt_tokens else None
+
+    @property
+    def last_useful_cached(self) -> int:
+        """How many tokens may be taken from the cache: the last one is always run."""
+        limit = len(self.tokens) - 1
+        wanted = self.next_logprob_position
+        return limit if wanted is None else min(limit, wanted - 1)
+
+
+@dataclass(eq=False, slots=True)
+class SequenceGroup:
+    """The sequences of one request: queued, admitted and preempted together.
+
+    priority: lower is more urgent. arrival: order among equals, kept through preemption.
+    num_samples: branches of the prompt that will be sampled; the first sequence runs the prompt,
+    the others are forked from it when it is done.
+    """
+
+    request_id: str
+    sequences: list[Sequence]
+    priority: int
+    arrival: int
+    namespace: bytes
+    num_samples: int = 1
+    is_fork: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Most urgent first, then oldest first."""
+        return (self.priority, self.arrival)
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Sequences that have not ended."""
+        return [s for s in self.sequences if s.state is not State.FINISHED]
+
+    @property
+    def num_branches(self) -> int:
+        """Rows that the group takes in a step, those still to be forked included."""
+        return len(self.live) + self.num_samples - 1
