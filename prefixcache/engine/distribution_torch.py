@@ -90,8 +90,8 @@ def draw(weights: torch.Tensor, owners: torch.Tensor, uniforms: torch.Tensor) ->
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The lowest id of each row's greatest logit, or NO_TOKEN. float32 [G, V] to int64 [G]."""
-    top, ids = top_logits(logits, 1)
-    return torch.where(torch.isfinite(top[:, 0]), ids[:, 0], NO_TOKEN)
+    _, ids = top_logits(logits, 1)  # where a negative NaN would rank last: amax passes any on
+    return torch.where(torch.isfinite(logits.amax(-1)), ids[:, 0], NO_TOKEN)
 
 
 def log_normalizer(logits: torch.Tensor) -> torch.Tensor:

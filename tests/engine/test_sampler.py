@@ -593,4 +593,20 @@ def test_the_accelerator_path_serves_a_mixed_batch(monkeypatch):
         assert got.token_id == wanted.token_id
         assert got.logprob == pytest.approx(wanted.logprob, abs=1e-6)
         assert [best for best, _ in got.top] == [best for best, _ in wanted.top]
-    assert distribution_torch.greedy(torch.zeros(2, 7)).tolist() == [0, 0]
+
+
+def test_both_paths_refuse_the_same_rows():
+    """Design 5.5: a NaN of either sign, an infinity, nothing allowed."""
+    good = [0.0, 1.0, 1.0]
+    rows = [[*good, bad] for bad in (np.nan, -np.nan, np.inf, -np.inf)] + [[-np.inf] * 4]
+    logits = np.array(rows, np.float32)
+    expected = [NO_TOKEN, NO_TOKEN, NO_TOKEN, 1, NO_TOKEN]
+    assert [distribution.greedy(row) for row in logits] == expected
+    tensor = torch.from_numpy(logits)
+    assert distribution_torch.greedy(tensor).tolist() == expected
+    zeros = torch.zeros(5, dtype=torch.float64)
+    drawn = distribution_torch.draw(distribution_torch.weigh(tensor, 1.0), torch.arange(5), zeros)
+    assert drawn.tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 0, NO_TOKEN]
+    assert [RowDistribution(4).draw(row, SamplingParams(), ENDS[:1])[0] for row in logits] == (
+        drawn.tolist()
+    )
