@@ -5,7 +5,7 @@ files are of the llama architecture). Never reads tensors, but for the rotary fa
 """
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from prefixcache.errors import ModelError
 from prefixcache.model.config import ModelConfig, RopeScaling
 from prefixcache.model.gguf_file import GgufFile
+from prefixcache.model.hf_config import MAX_LAYERS
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _END_TOKENS = ("eos", "eot", "eom")
@@ -23,23 +24,20 @@ _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 def config_from_gguf(file: GgufFile) -> ModelConfig:
     """Read a model's shape. Raises ModelError naming the field that is missing or unsupported."""
     fields = _Fields(file)
-    architecture = fields.architecture
-    heads = fields.integer("attention.head_count")
-    hidden = fields.integer("embedding_length")
+    heads, kv_heads, head_dim = _heads(fields)
     layers = fields.integer("block_count")
-    head_dim = fields.integer("attention.key_length", hidden // max(heads, 1))
-    fields.require_equal("attention.value_length", head_dim)
-    fields.require_equal("rope.dimension_count", head_dim)
+    if layers > MAX_LAYERS:
+        fields.fail("block_count", f"is {layers}; at most {MAX_LAYERS} are supported")
     fields.require_equal("expert_count", 0)
-    window = fields.integer("attention.sliding_window", 0) or None
+    window = fields.integer("attention.sliding_window", 0, least=0) or None
     return ModelConfig(
-        architecture=architecture,
+        architecture=fields.architecture,
         vocab_size=_embedding_rows(file),
-        hidden_size=hidden,
+        hidden_size=fields.integer("embedding_length"),
         intermediate_size=fields.integer("feed_forward_length"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=fields.integer("attention.head_count_kv", heads),
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position=fields.integer("context_length"),
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
@@ -53,7 +51,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         sliding_window=window,
         sliding_layers=(True,) * layers if window else (),
         eos_token_ids=_end_tokens(file),
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        bos_token_id=_token_id(file, "bos"),
     )
 
 
@@ -68,7 +66,7 @@ class _Fields:
                 f"{file.path}: the architecture {architecture!r} is not supported; "
                 f"supported: {', '.join(ARCHITECTURES)}"
             )
-        if file.metadata.get("split.count", 1) > 1:
+        if file.metadata.get("split.count", 1) not in (0, 1):
             raise ModelError(
                 f"{file.path}: split.count: files in several parts must be joined first"
             )
@@ -83,11 +81,11 @@ class _Fields:
             return value[0]
         return value
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or value < 0 or (default is None and value == 0):
+        if not isinstance(value, int) or value < least:
             self.fail(name, "is missing" if value is None else f"is {value!r}")
         return int(value)
 
@@ -105,8 +103,22 @@ class _Fields:
         if found is not None and found != value:
             self.fail(name, f"is {found!r}; only {value} is supported here")
 
-    def fail(self, name: str, problem: str) -> None:
+    def fail(self, name: str, problem: str) -> NoReturn:
         raise ModelError(f"{self.file.path}: field {self.architecture}.{name} {problem}")
+
+
+def _heads(fields: _Fields) -> tuple[int, int, int]:
+    """(query heads, key heads, size of a head)."""
+    heads = fields.integer("attention.head_count")
+    kv_heads = fields.integer("attention.head_count_kv", heads)
+    if heads % kv_heads:
+        fields.fail("attention.head_count_kv", f"is {kv_heads}, which does not divide {heads}")
+    size = fields.integer("attention.key_length", fields.integer("embedding_length") // heads)
+    if size < 2 or size % 2:
+        fields.fail("attention.key_length", f"is {size}; rotary positions need an even one")
+    fields.require_equal("attention.value_length", size)
+    fields.require_equal("rope.dimension_count", size)
+    return heads, kv_heads, size
 
 
 def _embedding_rows(file: GgufFile) -> int:
@@ -117,8 +129,16 @@ def _embedding_rows(file: GgufFile) -> int:
 
 
 def _end_tokens(file: GgufFile) -> tuple[int, ...]:
-    ids = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in _END_TOKENS)
+    ids = (_token_id(file, kind) for kind in _END_TOKENS)
     return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _token_id(file: GgufFile, kind: str) -> int | None:
+    key = f"tokenizer.ggml.{kind}_token_id"
+    value = file.metadata.get(key)
+    if value is not None and (not isinstance(value, int) or value < 0):
+        raise ModelError(f"{file.path}: field {key} is {value!r}, not a token id")
+    return value
 
 
 def _rope_scaling(fields: _Fields, head_dim: int) -> RopeScaling:
@@ -130,7 +150,7 @@ def _rope_scaling(fields: _Fields, head_dim: int) -> RopeScaling:
     if kind in (None, "none"):
         return RopeScaling()
     factor = fields.number("rope.scaling.factor", 1.0)
-    original = fields.integer("rope.scaling.original_context_length", 0)
+    original = fields.integer("rope.scaling.original_context_length", 0, least=0)
     if kind == "linear":
         return RopeScaling("linear", factor, original)
     if kind != "yarn":

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+MAX_LAYERS = 10_000  # far beyond any model; bounds what a broken file makes us allocate
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
@@ -52,23 +53,22 @@ def config_from_fields(
     reader = _Fields(fields, where)
     architecture = _architecture(reader)
     _refuse_unsupported(reader)
-    heads, hidden = reader.integer("num_attention_heads"), reader.integer("hidden_size")
+    heads, kv_heads, head_dim = _heads(reader, architecture)
     layers = reader.integer("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        reader.fail("num_hidden_layers", f"is {layers}; at most {MAX_LAYERS} are supported")
     theta, scaling = _rope(reader)
     window, sliding = _sliding(reader, architecture, layers)
     bias = reader.flag("attention_bias") and architecture in ("llama", "qwen3")
-    kv_heads = reader.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        reader.fail("num_key_value_heads", f"is {kv_heads}, which does not divide {heads} heads")
     return ModelConfig(
         architecture=architecture,
         vocab_size=reader.integer("vocab_size"),
-        hidden_size=hidden,
+        hidden_size=reader.integer("hidden_size"),
         intermediate_size=reader.integer("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=reader.integer("head_dim", 128 if architecture == "qwen3" else hidden // heads),
+        head_dim=head_dim,
         max_position=reader.integer("max_position_embeddings"),
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
@@ -141,6 +141,19 @@ def _architecture(reader: _Fields) -> str:
     if kind not in ARCHITECTURES.values():
         reader.fail("model_type", f"is {kind!r}; supported: {', '.join(ARCHITECTURES.values())}")
     return str(kind)
+
+
+def _heads(reader: _Fields, architecture: str) -> tuple[int, int, int]:
+    """(query heads, key heads, size of a head)."""
+    heads = reader.integer("num_attention_heads")
+    kv_heads = reader.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        reader.fail("num_key_value_heads", f"is {kv_heads}, which does not divide {heads} heads")
+    usual = 128 if architecture == "qwen3" else reader.integer("hidden_size") // heads
+    size = reader.integer("head_dim", usual)
+    if size % 2:
+        reader.fail("head_dim", f"is {size}; rotary positions need an even one")
+    return heads, kv_heads, size
 
 
 def _refuse_unsupported(reader: _Fields) -> None:

@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_TOKENIZER_FILES = ["*.json", "*.jinja"]
 _HUB_FILES = ["*.safetensors", *_HUB_TOKENIZER_FILES]
-_HUB_IGNORED = ["consolidated*", "*/*"]  # copies in another layout
+_HUB_IGNORED = ["consolidated*", "*/*.safetensors", "*/*.json"]  # copies in another layout
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
@@ -67,6 +67,8 @@ def load_checkpoint(
     path = _resolve(model, _HUB_FILES)
     report("read", 1, 4)
     config, weights, files = _open(path)
+    ends = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
+    config = replace(config, eos_token_ids=ends)
     report("check", 2, 4)
     check_shapes(config, weights)
     fingerprint = _fingerprint(config, files)
@@ -74,9 +76,8 @@ def load_checkpoint(
     source = path if tokenizer is None else _resolve(tokenizer, _HUB_TOKENIZER_FILES)
     vocabulary = _load_tokenizer(source, config)
     report("done", 4, 4)
-    ends = tuple(token for token in vocabulary.eos_token_ids if token < config.vocab_size)
     return Checkpoint(
-        config=replace(config, eos_token_ids=ends),
+        config=replace(config, eos_token_ids=vocabulary.eos_token_ids),
         weights=weights,
         tokenizer=vocabulary,
         fingerprint=fingerprint,

@@ -20,8 +20,8 @@ RawTensor = tuple[str, npt.NDArray[np.uint8], tuple[int, ...]]
 class Weights(ABC):
     """The tensors of a checkpoint under Hugging Face names, read one at a time.
 
-    Nothing is read before `get` or `raw` is called, and nothing is kept afterwards, so peak memory
-    is what the caller holds. Files are memory-mapped.
+    Nothing is read before `get` or `raw` is called, and nothing is kept afterwards, so the memory
+    used is what the caller holds. Files are mapped and must not change while the model is open.
     """
 
     @abstractmethod
@@ -34,7 +34,9 @@ class Weights(ABC):
 
     @abstractmethod
     def get(self, name: str) -> torch.Tensor:
-        """A fresh, writable CPU tensor: float32 where the file is quantised, else the file's dtype.
+        """A CPU tensor: float32 where the file is quantised, else in the file's dtype.
+
+        Treat it as read-only: it may be a view of the mapped file, which costs no memory.
 
         Raises ModelError if there is no such tensor or it cannot be read.
         """
