@@ -3,7 +3,7 @@
 Start reading at `manager.py`; `trie.py` is the data structure, `eviction.py` the order of reuse.
 """
 
-from prefixcache.cache.digest import block_digest, namespace_key
+from prefixcache.cache.digest import BlockDigest, namespace_key
 from prefixcache.cache.events import CacheObserver
 from prefixcache.cache.integrity import IntegrityError, check_integrity
 from prefixcache.cache.manager import BlockManager, token_bytes
@@ -13,6 +13,7 @@ from prefixcache.cache.trie import Match
 
 __all__ = [
     "BlockCopy",
+    "BlockDigest",
     "BlockManager",
     "BlockTable",
     "CacheObserver",
@@ -21,7 +22,6 @@ __all__ = [
     "Match",
     "NoFreeBlocks",
     "Pin",
-    "block_digest",
     "check_integrity",
     "namespace_key",
     "token_bytes",

@@ -12,18 +12,32 @@ import xxhash
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 
-DigestFunction = Callable[[bytes, bytes], bytes]
-"""(digest of the parent block, token bytes of the block) -> digest of the block."""
+Hash = Callable[[bytes, int], bytes]
+"""(data, seed) -> 16 bytes."""
 
 
-def block_digest(seed: int) -> DigestFunction:
-    """The digest function of one seed: xxh3_128 over the parent's digest and the block's tokens."""
-    xxh3 = xxhash.xxh3_128_digest
+class BlockDigest:
+    """Digests of one seed. A block's digest covers its parent's digest and its own token bytes.
 
-    def digest(parent: bytes, tokens: bytes) -> bytes:
-        return xxh3(parent + tokens, seed)
+    function: xxh3_128; another one only to provoke collisions in tests.
+    """
 
-    return digest
+    __slots__ = ("_function", "_seed")
+
+    def __init__(self, seed: int, function: Hash = xxhash.xxh3_128_digest) -> None:
+        self._seed = seed
+        self._function = function
+
+    def __call__(self, data: bytes) -> bytes:
+        """The digest of a parent's digest + a block's token bytes, or of a namespace's key."""
+        return self._function(data, self._seed)
+
+    def chain(self, parent: bytes, data: bytes, start: int, block_bytes: int) -> list[bytes]:
+        """Digests of the whole blocks of `data` from byte `start` on, behind `parent`."""
+        function, seed = self._function, self._seed
+        whole = data[start : len(data) - (len(data) - start) % block_bytes]
+        blocks = struct.iter_unpack(f"{block_bytes}s", whole)  # the fastest way to cut bytes up
+        return [parent := function(parent + block, seed) for (block,) in blocks]
 
 
 def namespace_key(

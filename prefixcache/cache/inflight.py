@@ -27,11 +27,10 @@ class InFlightIndex:
         """Enter the full blocks of a prompt (token bytes) behind the table's published ones."""
         size = self._block_bytes
         table.prompt = data
-        parent = table.node.last_digest
-        for at in range(table.node_blocks * size, len(data) - size + 1, size):
-            parent = self._trie.digest(parent, data[at : at + size])
-            table.pending.append(parent)
-            self._producers.setdefault(parent, (table, at))
+        start = table.node_blocks * size
+        table.pending = self._trie.digest.chain(table.node.last_digest, data, start, size)
+        for index, digest in enumerate(table.pending):
+            self._producers.setdefault(digest, (table, start + index * size))
         table.pending.reverse()
 
     def next_digest(self, table: BlockTable) -> bytes | None:
@@ -64,7 +63,7 @@ class InFlightIndex:
         head = data[at : at + self._block_bytes]
         if len(head) < self._block_bytes:
             return None
-        digest = self._trie.digest(self._last_digest(namespace, match), head)
+        digest = self._trie.digest(self._last_digest(namespace, match) + head)
         producer = self._producers.get(digest)
         if producer is None:
             return None

@@ -109,7 +109,7 @@ def _check_node(manager: BlockManager, node: Node) -> None:
         _require(len(node.tokens) == len(node.blocks) * size, "tokens and blocks differ in number")
         digest = node.parent.last_digest
         for index in range(len(node.blocks)):
-            digest = trie.digest(digest, bytes(node.tokens[index * size : (index + 1) * size]))
+            digest = trie.digest(digest + node.tokens[index * size : (index + 1) * size])
             _require(node.digest_of(index) == digest, "a stored digest is not that of its tokens")
         _require(len(node.digests) == len(node.blocks) * 16, "digests and blocks differ in number")
     else:

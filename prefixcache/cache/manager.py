@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache.cache.digest import DigestFunction
+from prefixcache.cache.digest import BlockDigest
 from prefixcache.cache.events import CacheObserver
 from prefixcache.cache.eviction import LEASED, PRUNED
 from prefixcache.cache.inflight import InFlightIndex
@@ -32,7 +32,8 @@ Tokens = npt.NDArray[np.uint32]
 class BlockManager:
     """Blocks for sequences, shared by prefix, copied on write.
 
-    num_blocks: size of the pool. block_size: tokens a block. digest: see `block_digest`.
+    num_blocks: size of the pool. block_size: tokens a block.
+    digest: names blocks; its seed should be secret.
     enable_caching: when off, blocks of ended sequences are the first to be reused; give each
     request a namespace of its own, so that nothing matches.
     max_pinned_blocks: what all pins together may hold.
@@ -42,7 +43,7 @@ class BlockManager:
         self,
         num_blocks: int,
         block_size: int,
-        digest: DigestFunction,
+        digest: BlockDigest,
         *,
         enable_caching: bool = True,
         max_pinned_blocks: int | None = None,
@@ -219,7 +220,7 @@ class BlockManager:
             data = tokens[start : start + size].tobytes()
             digest = self.in_flight.next_digest(table)
             if digest is None:
-                digest = self.trie.digest(table.node.last_digest, data)
+                digest = self.trie.digest(table.node.last_digest + data)
             outcome = self._publish_block(table, digest, data)
             if outcome is None:
                 break

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from sortedcontainers import SortedList
 
-from prefixcache.cache.digest import DIGEST_BYTES, TOKEN_BYTES, DigestFunction
+from prefixcache.cache.digest import DIGEST_BYTES, TOKEN_BYTES, BlockDigest
 from prefixcache.cache.eviction import PRUNED, EvictionOrder
 from prefixcache.cache.table import Lease
 
@@ -97,7 +97,7 @@ class Match:
 class PrefixTrie:
     """All namespaces of one pool."""
 
-    def __init__(self, block_size: int, digest: DigestFunction) -> None:
+    def __init__(self, block_size: int, digest: BlockDigest) -> None:
         self.block_size = block_size
         self.digest = digest
         self.idle = EvictionOrder()
@@ -112,7 +112,7 @@ class PrefixTrie:
         node = self._roots.get(key)
         if node is None:
             node = Node(None, 0)
-            node.digests += self.digest(b"", key)
+            node.digests += self.digest(key)
             node.tokens += key
             self._roots[key] = node
         return node
@@ -144,7 +144,7 @@ class PrefixTrie:
         node, at = root, 0
         while at + size <= len(data):
             head = data[at : at + size]
-            child = self.child(node, self.digest(node.last_digest, head), head)
+            child = self.child(node, self.digest(node.last_digest + head), head)
             if child is None:
                 break
             path.append(child)
@@ -179,7 +179,7 @@ class PrefixTrie:
                 common = common_tokens(sibling, rest)
                 if common > best:
                     best = common
-                    source = node.children[self.digest(node.last_digest, sibling)].blocks[0]
+                    source = node.children[self.digest(node.last_digest + sibling)].blocks[0]
         return Match(path, node.end, node.end * self.block_size + best, source)
 
     # ------------------------------------------------------------ growth

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from prefixcache.cache import BlockManager, block_digest
+from prefixcache.cache import BlockDigest, BlockManager
 from prefixcache.config import EngineConfig
 from prefixcache.engine.event_log import EventLog
 from prefixcache.engine.model_runner import ModelRunner
@@ -112,7 +112,7 @@ def _manager(config: EngineConfig, num_blocks: int, longest: int) -> BlockManage
     return BlockManager(
         num_blocks,
         config.block_size,
-        block_digest(seed),
+        BlockDigest(seed),
         enable_caching=config.enable_prefix_caching,
         max_pinned_blocks=max(min(num_blocks // 2, num_blocks - reserve), 0),
     )

@@ -22,12 +22,12 @@ from hypothesis.stateful import (
 )
 
 from prefixcache.cache import (
+    BlockDigest,
     BlockManager,
     BlockTable,
     Lease,
     NoFreeBlocks,
     Pin,
-    block_digest,
     check_integrity,
     namespace_key,
     token_bytes,
@@ -100,11 +100,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(6, 40))
     def start(self, num_blocks: int) -> None:
-        digest = block_digest(seed=1)
+        digest = BlockDigest(seed=1)
         self.manager = BlockManager(num_blocks, BLOCK, digest)
         self.stored = StoredPrefixes(digest)
         for namespace in NAMESPACES:
-            self.stored.roots[digest(b"", namespace)] = namespace
+            self.stored.roots[digest(namespace)] = namespace
         self.manager.observers.append(self.stored)
         self.memory: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         self.live: list[LiveSequence] = []

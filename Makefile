@@ -1,0 +1,54 @@
+# What a contributor needs: `make check` and `make test`. What a user needs: `make demo`, `make serve`.
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+ARGS ?=
+
+.PHONY: help demo serve test test-all check format proto clean
+
+help:
+	@echo "make demo      install, fetch the default model, start a server, run a guided tour"
+	@echo "make serve     keep a server up (ARGS='--port 50052' passes flags on)"
+	@echo "make test      the tests, a few minutes      make test-all   the slow ones too"
+	@echo "make check     format, lint, types, import rule, generated stubs"
+	@echo "make format    apply the format              make proto      generate the stubs"
+
+# The environment is made anew when the dependencies change.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+$(VENV)/model: $(VENV)/installed
+	$(BIN)/prefixcache pull
+	touch $@
+
+demo: $(VENV)/model
+	$(BIN)/python -m examples.tour
+
+serve: $(VENV)/model
+	$(BIN)/prefixcache serve $(ARGS)
+
+test: $(VENV)/model
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/model
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python protos/generate.py --check
+
+format: $(VENV)/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(VENV)/installed
+	$(BIN)/python protos/generate.py
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
