@@ -63,13 +63,13 @@ class Calls:
             return False
         return True
 
-    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+    def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """What a server registers: every method of the proto, from its descriptor."""
         return grpc.method_handlers_generic_handler(
             SERVICE.full_name, {method.name: self._method(method) for method in SERVICE.methods}
         )
 
-    def _method(self, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
+    def _method(self, method: MethodDescriptor) -> "grpc.RpcMethodHandler[Any, Any]":
         behaviour = getattr(self._servicer, _snake(method.name))
         kind, response_kind = _class_of(method.input_type), _class_of(method.output_type)
         streaming = method.server_streaming

@@ -22,7 +22,6 @@ MAX_CONTINUATIONS = 256
 MAX_CHAT_MESSAGES = 4096
 MAX_REQUEST_ID_CHARS = 128
 MAX_SALT_CHARS = 256
-MAX_PIN_SECONDS = 7 * 24 * 3600.0
 
 PromptMessage = pb.GenerateRequest | pb.ScoreRequest | pb.PinPrefixRequest | pb.TokenizeRequest
 T = TypeVar("T")
@@ -174,9 +173,10 @@ def release(request: pb.ReleaseRequest, call_id: str) -> engine.Release:
 
 def pin(request: pb.PinPrefixRequest, edge: Edge) -> Callable[[str], engine.PinPrefix]:
     """The command of a PinPrefixRequest, but for its call id."""
-    if not 0 < request.seconds <= MAX_PIN_SECONDS:  # NaN fails too
+    if not 0 < request.seconds <= edge.max_keep_seconds:  # NaN fails too
         raise InvalidArgument(
-            "seconds", f"must be above 0 and at most {MAX_PIN_SECONDS:g}, not {request.seconds}"
+            "seconds",
+            f"must be above 0 and at most {edge.max_keep_seconds:g}, not {request.seconds}",
         )
     token_ids = prompt_ids(request, "prompt", edge)
     cache_salt = salt(request.cache_salt)

@@ -82,8 +82,10 @@ class Completion:
     next_token: TokenLogprobs | None
 
     @property
-    def cumulative_logprob(self) -> float:
-        """Sum over the output's tokens, where log-probabilities were asked for; else 0."""
+    def cumulative_logprob(self) -> float | None:
+        """Sum over the output's tokens; None where no log-probabilities were asked for."""
+        if not self.logprobs:
+            return None
         return sum(entry.chosen.logprob for entry in self.logprobs if entry.chosen)
 
 

@@ -27,6 +27,7 @@ from prefixcache_service.limits import (
     DEFAULT_HTTP_PORT,
     DEFAULT_PORT,
 )
+from prefixcache_service.ports import address, listen
 from prefixcache_service.servicer import Servicer
 from prefixcache_service.web import WebServer
 
@@ -89,16 +90,17 @@ class Server:
         await self._set_health(serving=False)
         names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
-        address = f"{self._config.host}:{self._config.port}"
-        try:
-            self.port = self._grpc.add_insecure_port(address)
-        except RuntimeError:
-            raise ConfigurationError(
-                f"cannot listen on {address}: is another server there? see --host and --port"
-            ) from None
+        self.port = self._take_port(self._config.host, self._config.port)
         if self._config.http_port is not None:
             self.http_port = await self._web.open(self._config.http_host, self._config.http_port)
         await self._grpc.start()
+
+    def _take_port(self, host: str, port: int) -> int:
+        listen(host, port, "--host and --port").close()  # gRPC itself would not say what is wrong
+        try:
+            return self._grpc.add_insecure_port(address(host, port))
+        except RuntimeError as error:
+            raise ConfigurationError(f"cannot listen on {address(host, port)}: {error}") from None
 
     async def load(self, make: Callable[[], "Engine"]) -> "Engine":
         """Make the engine on a thread of its own, warm-up included; then let calls in.

@@ -74,7 +74,7 @@ class Servicer:
         async with aclosing(self._front.stream(command)) as events:
             async for event in events:
                 if isinstance(event, engine.Output):
-                    entries[event.index].extend(event.logprobs)
+                    entries[event.index].extend(filter(None, event.prompt_logprobs))
                 elif isinstance(event, engine.Started) and event.index == 0:
                     cached = event.num_cached_tokens
         return render.score(command, entries, cached, self._model.token_bytes)

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.applications import Starlette
 
-from prefixcache.errors import ConfigurationError
+from prefixcache_service.ports import listen
 
 
 class WebServer:
@@ -21,19 +20,14 @@ class WebServer:
 
     async def open(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigurationError where it cannot be had."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            listener = socket.create_server((host, port), family=family)
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot listen on {host}:{port}: {error.strerror}; see --http-host and --http-port"
-            ) from None
+        listener = listen(host, port, "--http-host and --http-port")
         config = uvicorn.Config(
             self._app,
             lifespan="off",
             log_config=None,
+            log_level="critical",
             access_log=False,
-            timeout_graceful_shutdown=0,
+            timeout_graceful_shutdown=1,
         )
         self._server = _Quiet(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -46,8 +46,11 @@ Model = Annotated[str, flag("smollm2, a directory of safetensors, a hub id, or a
 Tokenizer = Annotated[
     str | None, flag("Directory, tokenizer.json or hub id; the model's own by default.")
 ]
-Dtype = Annotated[str, flag("auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, flag("auto, cpu or cuda.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    flag("Of weights and cache; auto is float32 on the CPU, bfloat16 on CUDA."),
+]
+Device = Annotated[Literal["auto", "cpu", "cuda"], flag("Where the model runs.")]
 Threads = Annotated[int | None, flag("CPU threads of the model.")]
 MaxModelLen = Annotated[
     Any,
@@ -85,7 +88,9 @@ Http = Annotated[bool, flag("Serve /healthz and /metrics.")]
 HttpHost = Annotated[str, flag("Address for HTTP.")]
 HttpPort = Annotated[int, flag("Port for HTTP; 0 takes a free one.", min=0, max=65535)]
 Grace = Annotated[float, flag("Seconds that running calls have to end after SIGTERM.", min=0)]
-LogLevel = Annotated[str, flag("debug, info, warning or error.")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], flag("Least level that is logged.")
+]
 
 
 def serve(  # noqa: PLR0917 (each is a flag)

@@ -158,9 +158,9 @@ class PrefixCacheServicer:
 
     def PinPrefix(self, request, context):
         """Keeps the cached full blocks of a prompt from eviction, for a time. The prompt must have run
-        before: what is not cached is not pinned (the answer says how much was).
-        RESOURCE_EXHAUSTED where pins would take more than half of the pool, or the room of one
-        sequence of the maximum length.
+        before: what is not cached is not pinned, and the answer says how much was.
+        FAILED_PRECONDITION where nothing is cached; RESOURCE_EXHAUSTED where pins would take more than
+        half of the pool, or the room of one sequence of the maximum length.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
