@@ -1,0 +1,434 @@
+"""The block manager, one behaviour a test. Block size 4, token ids small, no model."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from prefixcache.cache import (
+    BlockCopy,
+    BlockDigest,
+    BlockManager,
+    BlockTable,
+    NoFreeBlocks,
+    check_integrity,
+    namespace_key,
+    token_bytes,
+)
+from prefixcache.errors import ResourceExhausted
+
+BLOCK = 4
+NAMESPACE = namespace_key(model=b"m")
+
+
+def array(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, np.uint32)
+
+
+def admit(manager: BlockManager, tokens: Sequence[int], namespace: bytes = NAMESPACE) -> BlockTable:
+    data = token_bytes(array(tokens))
+    return manager.admit(namespace, data, manager.match(namespace, data))
+
+
+def compute(manager: BlockManager, table: BlockTable, tokens: Sequence[int]) -> list[BlockCopy]:
+    """Grow, "run" and publish up to the end of `tokens`; the copies made for it."""
+    manager.grow(table, len(tokens))
+    copies = manager.take_copies()
+    manager.publish(table, array(tokens), len(tokens))
+    return copies
+
+
+def run(manager: BlockManager, tokens: Sequence[int], namespace: bytes = NAMESPACE) -> BlockTable:
+    table = admit(manager, tokens, namespace)
+    manager.take_copies()
+    compute(manager, table, tokens)
+    return table
+
+
+def cached(manager: BlockManager, tokens: Sequence[int], namespace: bytes = NAMESPACE) -> int:
+    return manager.match(namespace, token_bytes(array(tokens))).num_tokens
+
+
+@pytest.fixture
+def manager() -> Iterator[BlockManager]:
+    manager = BlockManager(32, BLOCK, BlockDigest(seed=1))
+    yield manager
+    check_integrity(manager)
+
+
+def first(count: int) -> list[int]:
+    return list(range(1, count + 1))
+
+
+# ---------------------------------------------------------------- matching
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (first(3), 3),  # inside the first block
+        (first(4), 4),
+        (first(10), 10),  # inside the run of one node
+        (first(12), 12),
+        ([*first(12), 99, 98], 12),  # beyond what is cached
+        ([*first(5), 99, 7, 8], 5),  # leaves in the middle of a block
+        ([1, 2, 99], 2),
+        ([99, 2, 3, 4], 0),  # a later block without its first one is nothing
+    ],
+)
+def test_hits_are_counted_to_the_token(
+    manager: BlockManager, prompt: list[int], expected: int
+) -> None:
+    manager.release(run(manager, [*first(12), 50]))  # the 13th token's block is not full
+    assert cached(manager, prompt) == expected
+
+
+def test_the_best_of_many_siblings_gives_the_remainder(manager: BlockManager) -> None:
+    for last in ([5, 6, 7, 8], [5, 6, 9, 9], [5, 1, 1, 1], [9, 9, 9, 9]):
+        manager.release(run(manager, [1, 2, 3, 4, *last]))
+    assert cached(manager, [1, 2, 3, 4, 5, 6, 9, 1]) == 7
+    assert cached(manager, [1, 2, 3, 4, 5, 2]) == 5
+    assert cached(manager, [1, 2, 3, 4, 7]) == 4
+
+
+def test_a_remainder_is_copied_and_whole_blocks_are_shared(manager: BlockManager) -> None:
+    table = run(manager, first(8))
+    other = admit(manager, [*first(6), 77])
+    source, shared = table.row[1], table.row[0]
+    assert manager.take_copies() == [BlockCopy(source, other.row[1])]
+    assert other.row[0] == shared
+    assert other.num_filled == 6
+
+
+def test_a_prompt_is_one_node_until_another_diverges(manager: BlockManager) -> None:
+    manager.release(run(manager, first(12)))
+    assert len(list(manager.trie.walk())) == 1
+    manager.release(run(manager, [*first(4), 9, 9, 9, 9]))
+    assert sorted(len(node.blocks) for node in manager.trie.walk()) == [1, 1, 2]
+
+
+def test_nothing_is_matched_before_it_is_computed(manager: BlockManager) -> None:
+    table = admit(manager, first(8))
+    manager.grow(table, 8)
+    assert cached(manager, first(8)) == 0
+    manager.publish(table, array(first(8)), 6)  # a chunk that ends inside the second block
+    assert cached(manager, first(8)) == 4
+
+
+def test_namespaces_share_nothing(manager: BlockManager) -> None:
+    """PC-03, PC-05: adapter and salt cannot stand for one another, nor run together."""
+    keys = [
+        namespace_key(model=b"m"),
+        namespace_key(model=b"m", adapter="x"),
+        namespace_key(model=b"m", salt="x"),
+        namespace_key(model=b"m", adapter="ab", salt="c"),
+        namespace_key(model=b"m", adapter="a", salt="bc"),
+        namespace_key(model=b"mA"),
+        namespace_key(model=b"m", private=1),
+    ]
+    for key in keys:
+        assert cached(manager, first(8), key) == 0
+        manager.release(run(manager, first(8), key))
+        assert cached(manager, first(8), key) == 8
+    blocks = [block for node in manager.trie.walk() for block in node.blocks]
+    assert len(blocks) == 2 * len(keys)
+
+
+def test_a_digest_collision_is_a_miss_and_never_a_wrong_block() -> None:
+    """SE-02: with a digest that is the same for all blocks, only tokens decide."""
+    manager = BlockManager(16, BLOCK, BlockDigest(0, lambda data, seed: b"0" * 16))
+    one, two = run(manager, [1, 1, 1, 1]), run(manager, [2, 2, 2, 2])
+    assert cached(manager, [1, 1, 1, 1]) == 4
+    assert cached(manager, [2, 2, 2, 2]) == 0
+    assert one.row[0] != two.row[0]
+    compute(manager, two, [2, 2, 2, 2, 3, 3, 3, 3])  # goes on, private
+    manager.release(two)
+    manager.release(one)
+    assert manager.num_in_use == 0
+
+
+def test_digests_depend_on_the_seed_alone() -> None:
+    """PC-18, SE-02: the same bytes in every process for a seed, others for another seed."""
+    program = (
+        "from prefixcache.cache import BlockDigest, namespace_key\n"
+        "root = BlockDigest(7)(namespace_key(model=b'm'))\n"
+        "print([d.hex() for d in BlockDigest(7).chain(root, bytes(range(32)), 0, 16)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program], env=env, check=True, capture_output=True, text=True
+        ).stdout
+        for env in ({"PYTHONHASHSEED": "0"}, {"PYTHONHASHSEED": "1"})
+    }
+    root = BlockDigest(7)(NAMESPACE)
+    here = [digest.hex() for digest in BlockDigest(7).chain(root, bytes(range(32)), 0, 16)]
+    assert outputs == {f"{here}\n"}
+    assert here[0] != BlockDigest(8).chain(root, bytes(range(32)), 0, 16)[0].hex()
+
+
+# ---------------------------------------------------------------- sharing
+
+
+def test_equal_blocks_are_adopted(manager: BlockManager) -> None:
+    """PC-13: two that compute the same at once end up on one copy, and no block is lost."""
+    one, two = admit(manager, first(8)), admit(manager, first(8))
+    compute(manager, one, first(8))
+    compute(manager, two, first(8))
+    assert one.block_ids().tolist() == two.block_ids().tolist()
+    assert manager.num_in_use == 2
+    assert manager.num_free == 30
+
+
+def test_the_last_holder_of_a_tail_writes_in_place(manager: BlockManager) -> None:
+    """FK-02: three sequences on one tail make exactly two copies."""
+    parent = run(manager, first(6))
+    children = [manager.fork(parent), manager.fork(parent)]
+    assert manager.num_in_use == 2
+    copies = [
+        copy
+        for index, table in enumerate([parent, *children])
+        for copy in compute(manager, table, [*first(6), 50 + index])
+    ]
+    assert len(copies) == 2
+    assert len({int(table.row[1]) for table in [parent, *children]}) == 3
+    assert manager.num_in_use == 4
+    for index, table in enumerate([parent, *children]):
+        assert not compute(manager, table, [*first(6), 50 + index, 9])
+
+
+def test_slots_leave_alone_what_is_filled(manager: BlockManager) -> None:
+    manager.release(run(manager, first(8)))
+    table = admit(manager, [*first(8), 9])
+    manager.grow(table, 9)
+    row = table.row
+    assert table.slots(6, 9, BLOCK).tolist() == [-1, -1, int(row[2]) * BLOCK]
+
+
+def test_a_failed_growth_changes_nothing() -> None:
+    manager = BlockManager(3, BLOCK, BlockDigest(seed=1))
+    table = run(manager, first(8))
+    fork = manager.fork(table)
+    with pytest.raises(NoFreeBlocks):
+        manager.grow(fork, 16)
+    assert manager.num_free == 1
+    assert fork.num_blocks == 2
+    check_integrity(manager)
+
+
+def test_a_copy_into_a_block_that_is_freed_before_it_runs_is_dropped(manager: BlockManager) -> None:
+    parent = run(manager, first(6))
+    child = manager.fork(parent)
+    manager.grow(child, 7)
+    assert len(manager.copies) == 1
+    manager.release(child)
+    assert manager.take_copies() == []
+
+
+# ---------------------------------------------------------------- in flight
+
+
+def test_blocks_in_flight_are_found_until_they_are_computed_or_given_up(
+    manager: BlockManager,
+) -> None:
+    data = token_bytes(array(first(9)))
+
+    def in_flight() -> bool:
+        match = manager.match(NAMESPACE, data)
+        return manager.in_flight.next_block(NAMESPACE, data, match) is not None
+
+    producer = admit(manager, first(8))
+    assert in_flight()
+    manager.grow(producer, 4)
+    manager.publish(producer, array(first(8)), 4)
+    assert in_flight()  # the second block still is
+    manager.release(producer)
+    assert not in_flight()
+    assert len(manager.in_flight) == 0
+
+
+# ---------------------------------------------------------------- eviction
+
+
+def evict(manager: BlockManager, count: int) -> None:
+    """Take so many blocks more than are free, and give them back."""
+    table = admit(manager, [10_000 + i for i in range(BLOCK * (manager.num_free + count))])
+    manager.grow(table, BLOCK * (manager.num_free + count))
+    manager.release(table)
+
+
+def test_the_least_recently_used_leaf_goes_first(manager: BlockManager) -> None:
+    """PC-14: a prefix never loses a block before those behind it."""
+    manager.release(run(manager, first(12)))
+    manager.release(run(manager, [9] * 8))
+    for left in (8, 4, 0):
+        evict(manager, 1)
+        assert cached(manager, first(12)) == left
+        assert cached(manager, [9] * 8) == 8
+
+
+def test_pruned_branches_go_before_all_and_urgent_prompts_last(manager: BlockManager) -> None:
+    manager.release(run(manager, [1] * 4), priority=-1)
+    manager.release(run(manager, [2] * 4), priority=5)
+    manager.release(run(manager, [3] * 4), priority=0)
+    manager.release(run(manager, [4] * 4), pruned=True)
+    order = []
+    for _ in range(4):
+        before = {t for t in (1, 2, 3, 4) if cached(manager, [t] * 4)}
+        evict(manager, 1)
+        order += before - {t for t in (1, 2, 3, 4) if cached(manager, [t] * 4)}
+    assert order == [4, 2, 3, 1]
+
+
+def test_a_parent_is_as_urgent_as_its_most_urgent_child(manager: BlockManager) -> None:
+    manager.release(run(manager, [*first(4), 5, 5, 5, 5]), priority=-1)
+    manager.release(run(manager, [*first(4), 6, 6, 6, 6]), priority=7)
+    evict(manager, 1)
+    assert cached(manager, [*first(4), 6, 6, 6, 6]) == 4
+    evict(manager, 1)
+    assert cached(manager, [*first(4), 5, 5, 5, 5]) == 4
+
+
+def test_live_blocks_are_never_evicted() -> None:
+    manager = BlockManager(4, BLOCK, BlockDigest(seed=1))
+    run(manager, first(8))
+    other = admit(manager, [9] * 12)
+    with pytest.raises(NoFreeBlocks):
+        manager.grow(other, 12)
+    manager.grow(other, 8)
+    check_integrity(manager)
+
+
+# ---------------------------------------------------------------- leases, pins, flush
+
+
+def keep(manager: BlockManager, tokens: Sequence[int]):
+    table = run(manager, tokens)
+    lease = manager.lease(table, len(tokens))
+    manager.release(table)
+    return lease
+
+
+def test_leased_blocks_go_last_tail_first(manager: BlockManager) -> None:
+    lease = keep(manager, first(6))
+    manager.release(run(manager, [9] * 8))
+    assert manager.num_in_use == 0
+    evict(manager, 2)
+    assert cached(manager, [9] * 8) == 0
+    assert manager.resume(lease).num_filled == 6
+
+
+def test_a_lease_that_lost_blocks_falls_back_to_tokens(manager: BlockManager) -> None:
+    lease = keep(manager, first(6))
+    evict(manager, 1)  # the tail
+    assert manager.resume(lease) is None
+    assert cached(manager, first(6)) == 4
+    evict(manager, 1)
+    assert manager.resume(lease) is None
+    manager.end_lease(lease)
+    assert manager.num_free == 32
+
+
+@pytest.mark.parametrize("position", [1, 3, 4, 5, 8, 9, 10])
+def test_a_lease_may_name_an_earlier_position(manager: BlockManager, position: int) -> None:
+    table = run(manager, first(10))
+    lease = manager.lease(table, position)
+    branch = manager.resume(lease)
+    manager.end_lease(lease)
+    assert branch.num_filled == position
+    assert branch.num_blocks == manager.blocks_for(position)
+    shared = min(position // BLOCK, 2)
+    assert branch.row[:shared].tolist() == table.row[:shared].tolist()
+    compute(manager, branch, [*first(position), 70])
+    compute(manager, table, [*first(10), 80])
+    assert branch.row[position // BLOCK] != table.row[position // BLOCK]
+
+
+def test_pins_hold_blocks_and_have_a_limit() -> None:
+    manager = BlockManager(8, BLOCK, BlockDigest(seed=1), max_pinned_blocks=3)
+    manager.release(run(manager, first(8)))
+    manager.release(run(manager, [*first(4), 9, 9, 9, 9, 8, 8, 8, 8]))
+    pin = manager.pin(NAMESPACE, token_bytes(array(first(8))))
+    assert manager.num_pinned() == manager.num_in_use == 2
+    with pytest.raises(ResourceExhausted, match="4 blocks; at most 3 of 8"):
+        manager.pin(NAMESPACE, token_bytes(array([*first(4), 9, 9, 9, 9, 8, 8, 8, 8])))
+    assert manager.flush() == 2
+    assert cached(manager, first(8)) == 8
+    manager.unpin(pin)
+    assert manager.flush(NAMESPACE) == 2
+    check_integrity(manager)
+
+
+class Log:
+    """A cache observer."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, int]] = []
+        self.known: set[bytes] = set()
+
+    def stored(self, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
+        assert len(tokens) == len(digests) * BLOCK * 4
+        assert parent not in digests
+        self.known |= set(digests)
+        self.lines.append(("stored", len(digests)))
+
+    def removed(self, digests: Sequence[bytes]) -> None:
+        assert self.known >= set(digests)
+        self.known -= set(digests)
+        self.lines.append(("removed", len(digests)))
+
+    def cleared(self) -> None:
+        assert not self.known
+        self.lines.append(("cleared", 0))
+
+
+def test_observers_hear_of_every_block(manager: BlockManager) -> None:
+    log = Log()
+    manager.observers.append(log)
+    manager.release(run(manager, first(12)))
+    manager.release(run(manager, [*first(8), 9, 9, 9, 9]))
+    evict(manager, 1)
+    manager.flush()
+    assert log.lines == [
+        ("stored", 3),
+        ("stored", 1),
+        ("removed", 1),
+        ("removed", 3),
+        ("cleared", 0),
+    ]
+
+
+def test_a_block_has_one_state_at_a_time(manager: BlockManager) -> None:
+    """RC-10: three forks share two blocks and own one each; idle blocks are counted once."""
+    parent = run(manager, first(8))
+    forks = [parent, manager.fork(parent), manager.fork(parent)]
+    for index, table in enumerate(forks):
+        compute(manager, table, [*first(8), 20 + index])
+        counts = manager.num_free + manager.num_evictable + manager.num_in_use
+        assert counts == 32
+    assert manager.num_in_use == 5
+    for table in forks:
+        manager.release(table)
+        assert manager.num_free + manager.num_evictable + manager.num_in_use == 32
+    assert manager.num_evictable == 2
+    assert manager.num_in_use == 0
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+)
+def test_parent_and_forks_may_end_in_any_order(
+    manager: BlockManager, order: tuple[int, ...]
+) -> None:
+    """RC-04."""
+    parent = run(manager, first(6))
+    tables = [parent, manager.fork(parent), manager.fork(parent)]
+    for index, table in enumerate(tables):
+        compute(manager, table, [*first(6), 20 + index, 5, 6, 7])
+    for index in order:
+        manager.release(tables[index])
+        check_integrity(manager)
+    assert manager.num_in_use == 0
+    manager.flush()
+    assert manager.num_free == 32
