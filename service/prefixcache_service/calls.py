@@ -7,6 +7,7 @@ that is the servicer's, whose methods take a message and return, or yield, messa
 import asyncio
 import re
 import time
+import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from prefixcache_service.status import details_of, status_of
 from prefixcache_service.v1 import prefixcache_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PrefixCache"]
+NAMED = (pb.GenerateRequest, pb.ForkRequest, pb.ScoreRequest)
+MAX_LOGGED_CHARS = 128
 MAX_DETAILS_CHARS = 1000  # a status travels in HTTP/2 headers, which are small
 
 
@@ -115,7 +118,8 @@ class Calls:
         if self._refusal is not None:
             raise Unavailable(self._refusal)
         request = strict.parse(kind, data)
-        call.request_id = getattr(request, "request_id", "")
+        if isinstance(request, NAMED):
+            request.request_id = call.request_id = request.request_id or uuid.uuid4().hex
         return request
 
 
@@ -131,7 +135,11 @@ class _Call:
         """Write the call's log line."""
         milliseconds = (time.monotonic() - self._began) * 1000
         log.info(
-            "call", method=self.method, request_id=self.request_id, status=status, ms=milliseconds
+            "call",
+            method=self.method,
+            request_id=self.request_id[:MAX_LOGGED_CHARS],
+            status=status,
+            ms=milliseconds,
         )
 
     async def abort(self, error: Exception, context: Context) -> None:

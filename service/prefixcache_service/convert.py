@@ -7,7 +7,6 @@ fit the pool) is left to it. `render` is the other direction.
 
 import hashlib
 import math
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -259,7 +258,7 @@ def request_id(name: str, cache_salt: str) -> str:
             "request_id", f"must be at most {MAX_REQUEST_ID_CHARS} printable characters"
         )
     tenant = hashlib.blake2b(cache_salt.encode(), digest_size=8).hexdigest()
-    return f"{tenant}/{name or uuid.uuid4().hex}"
+    return f"{tenant}/{name}"
 
 
 def salt(cache_salt: str) -> str:

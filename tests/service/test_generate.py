@@ -181,12 +181,12 @@ def test_a_deadline_ends_the_work(server):
 def test_a_slow_reader_loses_nothing(client, stub):
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=PROMPT),
-        sampling=pb.SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, logprobs=64),
+        sampling=pb.SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, logprobs=64),
     )
-    whole = client.generate(PROMPT, max_tokens=400, **GREEDY)
+    whole = client.generate(PROMPT, max_tokens=200, **GREEDY)
     call = stub.Generate(request)
     messages = [next(call)]
-    time.sleep(1.5)
+    time.sleep(1)
     messages.extend(call)
     tokens = [token for message in messages for token in message.chunk.token_ids]
     assert tuple(tokens) == whole.token_ids

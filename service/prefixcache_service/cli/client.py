@@ -66,7 +66,7 @@ def generate(  # noqa: PLR0917 (each is a flag)
     )
     with Client(server, cache_salt=salt) as client:
         stream = client.stream(_prompt(text, chat, system), keep_seconds=keep, **sampling)
-        _show(stream, live=n == 1 and not as_json, as_json=as_json)
+        _show(stream, [""] * n, as_json=as_json)
 
 
 def fork(  # noqa: PLR0917 (each is a flag)
@@ -108,7 +108,7 @@ def fork(  # noqa: PLR0917 (each is a flag)
     )
     with Client(server, cache_salt=salt) as client:
         stream = client.stream_fork(branches, keep_seconds=keep, **sampling)
-        _show(stream, live=len(branches) == 1 and not as_json, as_json=as_json)
+        _show(stream, [branch.text or "" for branch in branches], as_json=as_json)
 
 
 def tree(
@@ -123,7 +123,7 @@ def tree(
     if as_json:
         _print_json(sequences)
     else:
-        Console().print(_tree(sequences) if sequences else "no sequences", soft_wrap=True)
+        _console().print(_tree(sequences) if sequences else "no sequences")
 
 
 def stats(
@@ -135,7 +135,7 @@ def stats(
     if as_json:
         _print_json(figures)
     else:
-        Console().print(_table(figures))
+        _console().print(_table(figures))
 
 
 def _sampling(
@@ -166,19 +166,29 @@ def _prompt(text: str, chat: bool, system: str) -> Prompt:
     return [*opening, {"role": "user", "content": text}]
 
 
-def _show(stream: Stream, *, live: bool, as_json: bool) -> None:
-    """Print the text of a call as it comes, or index by index at its end."""
+def _show(stream: Stream, beginnings: list[str], *, as_json: bool) -> None:
+    """Print the text of a call: a single one as it comes, several in order at the end.
+
+    beginnings: what was put before each text by the caller.
+    """
+    live = len(beginnings) == 1 and not as_json
     with stream:
+        print(beginnings[0] if live else "", end="", flush=True)
         for delta in stream:
-            if live:
-                print(delta.text, end="", flush=True)
+            print(delta.text if live else "", end="", flush=True)
         outputs = stream.result().outputs
     if as_json:
         _print_json(outputs)
         return
-    for output in outputs:
-        print("" if live else f"[{output.index}] {output.text}")
+    for output, beginning in zip(outputs, beginnings, strict=True):
+        print("" if live else f"[{output.index}] {beginning}{output.text}")
         print(_summary(output), file=sys.stderr)
+
+
+def _console() -> Console:
+    """Where nobody looks at the width, lines are as long as they are."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=1000, highlight=False)
 
 
 def _summary(output: Completion) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 Report = Callable[[str, int, int], None]
 """Called with the step's name, how much is done, and the total; a total of 0 is unknown."""
@@ -23,12 +23,11 @@ def progress() -> Iterator[Report]:
 
 
 def _bars(bars: Progress) -> Report:
-    tasks: dict[str, TaskID] = {}
+    """One bar, of the step at hand."""
+    task = bars.add_task("")
 
     def report(step: str, done: int, total: int) -> None:
-        if step not in tasks:
-            tasks[step] = bars.add_task(step)
-        bars.update(tasks[step], completed=done, total=total or None)
+        bars.update(task, description=step, completed=done, total=total or None)
 
     return report
 
@@ -39,8 +38,10 @@ def _plain(console: Console) -> Report:
 
     def report(step: str, done: int, total: int) -> None:
         quarter = 4 * done // total if total else 0
-        if quarters.get(step, -1) < quarter:
-            quarters[step] = quarter
-            console.print(f"{step}: {25 * quarter} %" if total else f"{step} ...", highlight=False)
+        if step not in quarters:
+            console.print(f"{step} ...", highlight=False)
+        elif quarters[step] < quarter:
+            console.print(f"{step}: {25 * quarter} %", highlight=False)
+        quarters[step] = quarter
 
     return report
