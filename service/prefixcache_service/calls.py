@@ -19,13 +19,12 @@ from google.protobuf.message import Message
 
 from prefixcache.errors import Internal, PrefixCacheError, Unavailable
 from prefixcache_service import log, strict
-from prefixcache_service.status import details_of, status_of
+from prefixcache_service.status import details_of, shortened, status_of
 from prefixcache_service.v1 import prefixcache_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PrefixCache"]
 NAMED = (pb.GenerateRequest, pb.ForkRequest, pb.ScoreRequest)
 MAX_LOGGED_CHARS = 128
-MAX_DETAILS_CHARS = 1000  # a status travels in HTTP/2 headers, which are small
 
 
 class Context(Protocol):
@@ -149,7 +148,7 @@ class _Call:
             error = Internal("a fault of the server; its log has the details")
         code = status_of(error)
         self.report(code.name)
-        await context.abort(code, str(error)[:MAX_DETAILS_CHARS], details_of(error))
+        await context.abort(code, shortened(str(error)), details_of(error))
 
 
 async def _write_all(responses: AsyncGenerator[Message, None], context: Context) -> None:

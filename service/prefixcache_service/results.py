@@ -193,7 +193,7 @@ class Assembler:
         """Take one message; returns what it adds."""
         if response.WhichOneof("response") == "complete":
             complete = response.complete
-            part = self._parts[complete.index]
+            part = self._parts.setdefault(complete.index, _Part(pb.Chunk(index=complete.index)))
             part.complete = complete
             return Delta(
                 complete.index, part.sequence_id, finish_reason=_REASON[complete.finish_reason]

@@ -38,6 +38,8 @@ _ERRORS = {code: error for error, code in STATUS.items()}
 
 _DETAILS_KEY = "grpc-status-details-bin"
 
+MAX_MESSAGE_BYTES = 800  # sent thrice, once with three bytes for each; headers have 8 KiB
+
 Metadata = tuple[tuple[str, bytes], ...]
 
 
@@ -49,14 +51,19 @@ def status_of(error: PrefixCacheError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
+def shortened(message: str) -> str:
+    """A message that fits into HTTP/2 headers, in which a status travels."""
+    return message.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
+
+
 def details_of(error: PrefixCacheError) -> Metadata:
     """Trailing metadata that names the wrong field, as google.rpc has it; else empty."""
     if not isinstance(error, InvalidArgument):
         return ()
     violation = error_details_pb2.BadRequest.FieldViolation(
-        field=error.field, description=error.message
+        field=error.field, description=shortened(error.message)
     )
-    status = status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message=str(error))
+    status = status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message=shortened(str(error)))
     status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     return ((_DETAILS_KEY, status.SerializeToString()),)
 

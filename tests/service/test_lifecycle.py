@@ -228,6 +228,21 @@ def test_an_idle_server_leaves_at_once_and_flags_come_from_file_and_environment(
     assert time.monotonic() - began < 2
 
 
+def test_sigterm_while_loading_leaves_at_once(checkpoint):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = Process("--model", str(checkpoint), "--port", str(port))
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        request = health_pb2.HealthCheckRequest()
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert stub.Check(request, timeout=20, wait_for_ready=True).status == NOT_SERVING
+    process.popen.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code, out, _ = process.end(10)
+    assert (code, out) == (0, "")
+    assert time.monotonic() - began < 2
+
+
 def test_a_server_that_cannot_start_says_why_in_one_sentence(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
