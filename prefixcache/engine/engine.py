@@ -186,12 +186,14 @@ class Engine:
         step = self.scheduler.schedule()
         self._runner.copy_blocks(step.copies)
         for sequence in step.full:
+            self._announce(sequence, self._group_of(sequence))
             self._finish(sequence, self._group_of(sequence), "length")
         for row in step.rows:
             self._announce(row.sequence, row.group)
         for result in self._run(step.rows):
-            self.scheduler.advance(result.row)
-            self._apply(result)
+            if result.row.sequence.state is not State.FINISHED:  # a sibling failed the group
+                self.scheduler.advance(result.row)
+                self._apply(result)
         self.counters.steps += 1
         return self.take_events()
 
@@ -386,19 +388,12 @@ class Engine:
         else:
             self.registry.end(sequence)
         self.scheduler.finish(sequence, group, pruned=aborted and group.is_fork)
-        if sequence.announced or aborted:
-            seconds = sequence.keep_seconds if kept else 0.0
-            usage = _usage(sequence)
+        seconds = sequence.keep_seconds if kept else 0.0
+        ends = [(sequence.index, _usage(sequence))]
+        ends += [(index, Usage()) for index in group.take_unborn()]
+        for index, usage in ends:
             self._events.append(
-                Finished(
-                    group.request_id,
-                    sequence.index,
-                    reason,
-                    stop_reason,
-                    usage,
-                    seconds,
-                    next_token,
-                )
+                Finished(group.request_id, index, reason, stop_reason, usage, seconds, next_token)
             )
         if not group.live:
             del self._groups[group.request_id]

@@ -152,6 +152,13 @@ class SequenceGroup:
         """Sequences that have not ended."""
         return [s for s in self.sequences if s.state is not State.FINISHED]
 
+    def take_unborn(self) -> range:
+        """Indices of samples that will not be forked after all: the first one ended before."""
+        born = len(self.sequences)
+        unborn = range(born, born + self.num_samples - 1)
+        self.num_samples = 1
+        return unborn
+
     @property
     def num_branches(self) -> int:
         """Rows that the group takes in a step, those still to be forked included."""
