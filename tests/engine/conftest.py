@@ -1,0 +1,99 @@
+"""Engines for tests: SmolLM2 once a session, and tiny random models, a fresh engine each time."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefixcache import Engine, EngineConfig
+from prefixcache.engine.messages import FlushCache
+from tests.model.checkpoints import default_model_path, write_checkpoint
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Tiny checkpoints by family and configuration fields, each written once."""
+    written: dict[str, Path] = {}
+
+    def find(family: str = "llama", **fields: Any) -> Path:
+        key = f"{family}-{sorted(fields.items())}"
+        if key not in written:
+            directory = tmp_path_factory.mktemp(family) / "model"
+            written[key] = write_checkpoint(directory, family, **fields)
+        return written[key]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine() -> Engine:
+    return Engine(
+        EngineConfig(
+            model=str(default_model_path()),
+            num_gpu_blocks_override=512,
+            max_model_len=2048,
+            max_num_seqs=32,
+            max_num_batched_tokens=512,
+            seed=1,
+        )
+    )
+
+
+@pytest.fixture
+def smollm2(smollm2_engine: Engine) -> Engine:
+    """SmolLM2 in float32, blocks of 16; its cache is empty."""
+    smollm2_engine.execute(FlushCache("flush"))
+    smollm2_engine.step()
+    assert smollm2_engine.manager.num_free == smollm2_engine.num_blocks
+    return smollm2_engine
+
+
+@pytest.fixture
+def engines() -> list[Engine]:
+    """Every engine that the test has made."""
+    return []
+
+
+@pytest.fixture
+def make_engine(checkpoint_of: Callable[..., Path], engines: list[Engine]) -> Iterator[MakeEngine]:
+    """A fresh engine on a tiny model (blocks of 4 tokens unless said), by EngineConfig's fields.
+
+    One thread: for operations this small a team of threads only waits for one another.
+    """
+
+    def make(family: str = "llama", model: dict[str, Any] | None = None, **fields: Any) -> Engine:
+        settings: dict[str, Any] = {
+            "block_size": 4,
+            "num_gpu_blocks_override": 512,
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "digest_seed": 1,
+            "seed": 1,
+        }
+        directory = checkpoint_of(family, **(model or {}))
+        engines.append(Engine(EngineConfig(model=str(directory), **{**settings, **fields})))
+        return engines[-1]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_block_is_lost(request: pytest.FixtureRequest, engines: list[Engine]) -> Iterator[None]:
+    """After each test every engine's books balance, and nothing is in use."""
+    yield
+    if "smollm2" in request.fixturenames:
+        engines.append(request.getfixturevalue("smollm2_engine"))
+    for engine in engines:
+        engine.check_integrity()
+        assert not engine.has_work
+        assert not engine.manager.tables
+        assert not engine.manager.pins
+        assert len(engine.manager.in_flight) == 0
+        assert engine.manager.num_in_use == 0
