@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from prefixcache.errors import PrefixCacheError
 from prefixcache_service.cli import app
+from tests.model.checkpoints import default_model_path
 
 PROMPT = "Hello"
 
@@ -96,6 +97,12 @@ def test_errors_are_one_sentence(run):
     assert done.stderr.count("\n") == 1
     assert run("generate", PROMPT, "--max-tokens", "many").exit_code == 2
     assert run("generate").exit_code == 2
+
+
+def test_pull_says_where_the_default_model_lies():
+    path = default_model_path()
+    result = CliRunner().invoke(app, ["pull"])
+    assert (result.exit_code, result.stdout) == (0, f"{path}\n")
 
 
 def test_client_commands_do_not_wait_for_torch():
