@@ -77,6 +77,15 @@ def test_branches_differ_and_repeat_by_their_stream_keys(client, kept):
     assert [out.token_ids for out in again] == [out.token_ids for out in outs]
 
 
+@pytest.mark.xfail(reason="each branch begins with the seed's own key", strict=True)
+def test_branches_with_one_seed_differ_and_repeat(client, kept):
+    """PS-01: one seed for the call is no reason for equal branches."""
+    branches = [Branch(kept.sequence_id)] * 4
+    first, second = (client.fork(branches, seed=7, max_tokens=8, ignore_eos=True) for _ in "ab")
+    assert len({out.token_ids for out in first}) == 4
+    assert [out.token_ids for out in first] == [out.token_ids for out in second]
+
+
 def test_text_continuations_and_own_parameters(client, kept):
     yes, no, peek = client.fork(
         [
