@@ -18,10 +18,14 @@ from prefixcache.errors import PrefixCacheError
 
 
 class Driver:
-    """Puts commands into an engine, steps it, and keeps what comes out by request name."""
+    """Puts commands into an engine, steps it, and keeps what comes out by request name.
 
-    def __init__(self, engine: Engine) -> None:
+    fails: requests that are expected to; their errors are kept, any other's is raised.
+    """
+
+    def __init__(self, engine: Engine, fails: Sequence[str] = ()) -> None:
         self.engine = engine
+        self.fails = fails
         self.outputs: dict[str, RequestOutput] = {}
         self.errors: dict[str, PrefixCacheError] = {}
 
@@ -56,6 +60,8 @@ class Driver:
             events += self.engine.step()
         for event in events:
             if isinstance(event, Failed):
+                if event.request_id not in self.fails:
+                    raise event.error
                 self.errors[event.request_id] = event.error
         good = [event for event in events if not isinstance(event, Failed)]
         for output in self.outputs.values():
