@@ -27,6 +27,7 @@ class EngineConfig:
     seed: base of the random streams of requests without a seed; None draws one at start.
     digest_seed: seed of the block digests; None draws a secret one at start.
     max_leases: kept sequences (`keep_seconds`) at once; max_keep_seconds bounds each.
+    attention_backend: kernels: "auto" (the fastest that works here), "triton", "cpu" or "torch".
     num_threads: CPU threads of the model; None leaves it to torch.
     """
 
@@ -48,6 +49,7 @@ class EngineConfig:
     digest_seed: int | None = None
     max_leases: int = 1024
     max_keep_seconds: float = 3600.0
+    attention_backend: str = "auto"
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +63,11 @@ class EngineConfig:
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
             f"({self.max_num_seqs}): each running sequence takes one token of a step",
+        )
+        backends = ("auto", "triton", "cpu", "torch")
+        _require(
+            self.attention_backend in backends,
+            f"attention_backend {self.attention_backend!r}: one of {', '.join(backends)}",
         )
         _require(self.max_queue >= 0, "max_queue must not be negative")
         if isinstance(self.max_model_len, str):

@@ -28,7 +28,8 @@ class SamplingParams:
         output (CTRL, arXiv:1909.05858), in (0, 100].
     presence_penalty, frequency_penalty: subtracted from logits of output tokens, in [-2, 2].
     logit_bias: token id to a value in [-100, 100] added to its logit; at most 1,024 entries.
-    seed: any unsigned 64-bit number. The same seed gives the same samples, in order.
+    seed: any unsigned 64-bit number. The same seed gives the same samples, in order; so do the
+        branches of a Fork, each by its index in the call.
     stream_key: the key of a sequence's random stream as a server returned it; excludes `seed`.
     max_tokens: tokens to generate; None means until the model's length. 0 samples nothing.
     min_tokens: no end before so many tokens: end and stop tokens are masked, and stop strings

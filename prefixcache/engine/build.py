@@ -62,9 +62,16 @@ def build_parts(config: EngineConfig, progress: Progress | None) -> Parts:
     report("lay out weights", 0, 1)
     wanted = config.max_model_len
     longest = wanted if isinstance(wanted, int) else model.max_position
-    decoder = Decoder.from_checkpoint(
-        checkpoint, device=device, dtype=dtype, max_model_len=min(longest, model.max_position)
-    )
+    try:
+        decoder = Decoder.from_checkpoint(
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            max_model_len=min(longest, model.max_position),
+            backend=config.attention_backend,
+        )
+    except ValueError as error:
+        raise ConfigurationError(f"attention_backend: {error}") from None
     per_block = KVCache.bytes_per_block(model, config.block_size, dtype)
     num_blocks = pool_blocks(config, per_block, _available_bytes(config, decoder, device))
     length = max_model_len(config, model.max_position, num_blocks, per_block)

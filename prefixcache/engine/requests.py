@@ -151,11 +151,12 @@ class RequestBuilder:
         forced = self._ids(f"{where}.token_ids", branch.token_ids)
         tokens = np.concatenate([source.tokens.view()[:position], forced])
         self._check(tokens, branch.params, f"{where}.sampling")
-        if branch.params.seed is None and branch.params.stream_key is None:
-            key = derive_key(source.stream_key, source.next_branch)
-        else:
-            key = self._key(branch.params, 0)
+        key = derive_key(source.stream_key, source.next_branch)
         source.next_branch += 1
+        if branch.params.stream_key is not None:
+            key = branch.params.stream_key
+        elif branch.params.seed is not None:  # one seed for all branches must not make them equal
+            key = derive_key(root_key(branch.params.seed), index)
         child = self._sequence(index, tokens, branch.params, key, source.salt)
         child.parent_id, child.fork_position = source.id, position
         child.keep_seconds = branch.keep_seconds
