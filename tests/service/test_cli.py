@@ -1,5 +1,7 @@
 """The command line against a real server: what is printed, where, and the exit code."""
 
+import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -7,8 +9,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from prefixcache.config import EngineConfig
 from prefixcache.errors import PrefixCacheError
-from prefixcache_service.cli import app
+from prefixcache_service.cli import app, serve
 from tests.model.checkpoints import default_model_path
 
 PROMPT = "Hello"
@@ -109,6 +112,12 @@ def test_client_commands_do_not_wait_for_torch():
     code = "import sys, prefixcache_service.cli as c; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_serve_has_a_flag_for_each_setting_of_the_engine_with_the_same_default():
+    parameters = inspect.signature(serve.serve).parameters
+    for field in dataclasses.fields(EngineConfig):
+        assert parameters[field.name].default == field.default, field.name
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "fork", "tree", "stats", "pull"])

@@ -51,6 +51,9 @@ Dtype = Annotated[
     flag("Of weights and cache; auto is float32 on the CPU, bfloat16 on CUDA."),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], flag("Where the model runs.")]
+Backend = Annotated[
+    Literal["auto", "triton", "cpu", "torch"], flag("Kernels; auto takes the fastest that works.")
+]
 Threads = Annotated[int | None, flag("CPU threads of the model.")]
 MaxModelLen = Annotated[
     Any,
@@ -99,6 +102,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     tokenizer: Tokenizer = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    attention_backend: Backend = "auto",
     num_threads: Threads = None,
     max_model_len: MaxModelLen = None,
     seed: Seed = None,
