@@ -43,7 +43,7 @@ class ScheduledRow:
 class ScheduledStep:
     """The rows of one forward pass, and the block copies to make before it.
 
-    full: sequences that must end with "length": nothing is left for them to grow into.
+    full: a sequence that must end with "length": nothing is left for it to grow into.
     """
 
     rows: list[ScheduledRow]
@@ -136,7 +136,8 @@ class Scheduler:
             except NoFreeBlocks:
                 last = max(self.running, key=lambda g: g.order)
                 if len(self.running) == 1:
-                    self._full.append(sequence)
+                    if not self._full:  # one a step: what it leaves may be enough for the others
+                        self._full.append(sequence)
                     return False
                 self._preempt(last)
                 if last is group:
