@@ -3,6 +3,7 @@
 `select_kernels` picks a backend; every backend offers the operations of `backend.Kernels`:
 
     torch   `reference.py`: the twins, in plain torch. They define what the others compute.
+    cpu     `cpu/`: C++ compiled on first use, on weights in their own format.
 """
 
 from prefixcache_kernels.backend import Heads, Kernels, Linear, Weight

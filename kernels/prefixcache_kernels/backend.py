@@ -55,9 +55,15 @@ class Kernels(Protocol):
     """The operations of a decoder layer. Rows are [T, width], contiguous, in the model's dtype."""
 
     name: str
+    run_rows: int | None
+    """Sequences with so many rows in a step are planned as runs, not as groups; None: none are."""
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
         """One linear layer out of matrices with the same input, outputs side by side."""
+        ...
+
+    def embedding(self, weight: Weight, tied: Linear | None) -> Callable[[Tensor], Tensor]:
+        """Look-up of rows: int64 [n] → [n, in]. tied: the output layer, if it has this weight."""
         ...
 
     def prepare(self, work: StepWork, heads: Heads, rope_table: Tensor) -> Any:

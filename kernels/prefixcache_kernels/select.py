@@ -1,17 +1,49 @@
-"""Which backend to take. Owns the choice; computes nothing."""
+"""Which backend to take. Owns the choice and says why; computes nothing."""
+
+import logging
 
 import torch
 
 from prefixcache_kernels.backend import Kernels
+from prefixcache_kernels.cpu.backend import CpuKernels
+from prefixcache_kernels.cpu.build import BuildError, build
+from prefixcache_kernels.cpu.library import Library
 from prefixcache_kernels.torch_backend import TorchKernels
+
+_log = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "cpu", "torch")
 
 
 def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Return the backend called `name`: "auto" or "torch".
+    """Return the backend called `name`.
+
+    name: "cpu" (compiled, float32 on the CPU), "torch" (any device and dtype), or "auto": the
+        compiled one where it serves and a compiler works, else torch; the log says why.
 
     Raises:
         ValueError: no such backend, or it does not serve this device and dtype.
+        BuildError: "cpu" was asked for and cannot be compiled here.
     """
-    if name not in ("auto", "torch"):
-        raise ValueError(f"backend {name!r}: one of 'auto', 'torch'")
-    return TorchKernels(device, dtype)
+    if name not in BACKENDS:
+        raise ValueError(f"backend {name!r}: one of {', '.join(map(repr, BACKENDS))}")
+    serves = device.type == "cpu" and dtype == torch.float32
+    if name == "cpu" and not serves:
+        raise ValueError(f"backend 'cpu': serves float32 on the CPU, not {dtype} on {device.type}")
+    if name == "torch" or not serves:
+        return TorchKernels(device, dtype)
+    try:
+        return CpuKernels(_library())
+    except BuildError as error:
+        if name == "cpu":
+            raise
+        _log.warning("CPU kernels are not available, using torch's: %s", error)
+        return TorchKernels(device, dtype)
+
+
+def _library() -> Library:
+    path = build()
+    try:
+        return Library(path)
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"the compiled kernels cannot be loaded: {error}") from error

@@ -36,6 +36,7 @@ class TorchKernels:
     """
 
     name = "torch"
+    run_rows: int | None = None
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, *, fixed_tiles: bool = False
@@ -57,6 +58,11 @@ class TorchKernels:
             if self._probe(dense.shape, lambda: reference.row_independent(packed, self._dtype)):
                 return packed
         return reference.TiledLinear(dense, bias)
+
+    def embedding(self, weight: Weight, tied: Linear | None) -> Callable[[Tensor], Tensor]:
+        """See `Kernels.embedding`."""
+        rows = weight.dense()
+        return lambda ids: rows[ids]
 
     def _probe(self, shape: tuple[int, ...], probe: Callable[[], bool]) -> bool:
         if shape not in self._probed:

@@ -27,11 +27,13 @@ class SpanGroups:
     """Groups of query rows that read the same blocks for the same span.
 
     Group g reads span `span[g]` through row `table_row[g]` of the block table, for the query rows
-    `rows[start[g]:start[g + 1]]`. Each (row, span) with a visible key is in exactly one group.
+    `rows[start[g]:start[g + 1]]`. Each (row, span) with a visible key is in exactly one group, but
+    for the rows of runs: sequences with many rows, whose spans are read row tile by row tile.
 
     window: tokens that a query sees, itself included; None sees all.
+    runs: int32 [n, 3], (row of the block table, first query row, number of rows) each.
     first_span: int32 [T], the first span in which each row sees a key.
-    max_spans: most spans that any row reads (0 with no rows).
+    max_spans: most spans that any grouped row reads (0 with none).
     """
 
     window: int | None
@@ -39,6 +41,7 @@ class SpanGroups:
     table_row: Int32  # [N]
     start: Int32  # [N + 1]
     rows: Int32  # [start[N]]
+    runs: Int32  # [n, 3]
     first_span: Int32  # [T]
     max_spans: int
 

@@ -1,0 +1,141 @@
+"""Compiles the C++ kernels once and caches the library under the user's cache directory.
+
+Owns the compiler's flags and the cache's key (sources, compiler, flags, processor). Never loads the
+library: that is `library.py`.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+SOURCES = ("linear.cpp", "attention.cpp", "rows.cpp")
+HEADERS = ("simd.h",)
+# No contraction and no reassociation: the sources say where products are fused, and in what order
+# sums run. The order is what makes a row's bits independent of its batch.
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-w",
+)
+_TIMEOUT = 300.0
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled here; the message says why."""
+
+
+def build(directory: Path | None = None, extra_flags: Sequence[str] = ()) -> Path:
+    """Return the library's path, compiling it if the cache has none for this machine.
+
+    Args:
+        directory: where libraries are cached; `kernels` in `$PREFIXCACHE_HOME`, or in
+            `~/.cache/prefixcache`, by default.
+        extra_flags: further compiler flags, such as "-mno-avx512f".
+
+    Raises:
+        BuildError: no compiler, no OpenMP runtime of torch's, or the compiler fails.
+    """
+    folder = directory or _cache_directory()
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if not compiler:
+        raise BuildError("no C++ compiler found (g++, or $CXX)")
+    flags, runtime = [*FLAGS, *extra_flags], openmp_runtime()
+    target = folder / f"cpu-{_key(compiler, [*flags, str(runtime)])}.so"
+    if target.is_file():
+        return target
+    _log.info("compiling the CPU kernels, once for this machine (about 10 s)")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Beside the target, so that the last step is a rename and no reader sees half a file.
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
+            library = _compile(compiler, flags, runtime, Path(scratch))
+            os.replace(library, target)
+    except OSError as error:
+        raise BuildError(f"cannot write the compiled kernels to {folder}: {error}") from error
+    return target
+
+
+def openmp_runtime() -> Path:
+    """The OpenMP library that torch has loaded: a second runtime would spin against it."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        maps = ""
+    found = re.findall(r"(/\S*/lib(?:gomp|iomp5)\S*)", maps)
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.so*"))
+    for path in (*map(Path, found), *bundled):
+        if path.is_file():
+            return path
+    raise BuildError("torch has no OpenMP runtime that the kernels could share")
+
+
+def _cache_directory() -> Path:
+    home = os.environ.get("PREFIXCACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache" / "prefixcache") / "kernels"
+
+
+def _key(compiler: str, flags: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for name in (*SOURCES, *HEADERS):
+        digest.update((Path(__file__).parent / name).read_bytes())
+    version = _run([compiler, "--version"]).partition("\n")[0]
+    for part in (compiler, version, *flags, _processor()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("flags", "Features", "model name")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _compile(compiler: str, flags: list[str], runtime: Path, scratch: Path) -> Path:
+    here = Path(__file__).parent
+    objects = [scratch / f"{name}.o" for name in SOURCES]
+    commands = [
+        [compiler, *flags, "-c", str(here / name), "-o", str(target)]
+        for name, target in zip(SOURCES, objects, strict=True)
+    ]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for process in running:
+        _, errors = process.communicate(timeout=_TIMEOUT)
+        if process.returncode:
+            raise BuildError(f"{compiler} failed: {errors.strip()[-2000:]}")
+    library = scratch / "kernels.so"
+    # Linked to torch's own runtime by path, without -fopenmp, which would add the compiler's.
+    _run([compiler, "-shared", *map(str, objects), str(runtime), "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> str:
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error
+    if result.returncode:
+        raise BuildError(f"{command[0]} failed: {result.stderr.strip()[-2000:]}")
+    return result.stdout

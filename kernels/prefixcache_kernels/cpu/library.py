@@ -1,0 +1,107 @@
+"""The compiled kernels' functions and structures, as ctypes sees them. Owns the ABI only."""
+
+import ctypes
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+
+
+class Kind(IntEnum):
+    """Formats of packed weights, in the order of `linear.cpp`."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    Q8_0 = 3
+    Q4_0 = 4
+    Q4_1 = 5
+
+
+_CACHE_STRIDES = tuple(
+    (name, c_int64) for name in ("k_block", "k_head", "k_dim", "v_block", "v_head", "v_slot")
+)
+
+
+class RopeShape(ctypes.Structure):
+    """`rows.cpp: RopeShape`."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("heads", "kv_heads", "dim", "block_size")),
+        *_CACHE_STRIDES,
+    ]
+
+
+class AttentionShape(ctypes.Structure):
+    """`attention.cpp: AttentionShape`."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("heads", "kv_heads", "dim", "block_size", "window")),
+        ("scale", c_float),
+        ("q_row", c_int64),
+        *_CACHE_STRIDES,
+    ]
+
+
+class AttentionWork(ctypes.Structure):
+    """`attention.cpp: AttentionWork`."""
+
+    _fields_ = [
+        ("items", c_void_p),
+        ("item_count", c_int64),
+        ("rows", c_void_p),
+        ("positions", c_void_p),
+        ("first_span", c_void_p),
+        ("partial_base", c_void_p),
+        ("tokens", c_int64),
+        ("block_table", c_void_p),
+        ("table_width", c_int64),
+        ("partials", c_void_p),
+        ("threads", c_int),
+    ]
+
+
+class Library:
+    """The functions, typed. One object a loaded file."""
+
+    def __init__(self, path: Path) -> None:
+        """Load a library of `build`. Raises OSError if it cannot be loaded."""
+        self._dll = dll = ctypes.CDLL(str(path))
+        pointer, size = c_void_p, c_int64
+        self.linear_bytes = dll.prefixcache_linear_bytes
+        self.linear_bytes.argtypes, self.linear_bytes.restype = [c_int, size, size], size
+        self.linear_scratch = dll.prefixcache_linear_scratch
+        self.linear_scratch.argtypes, self.linear_scratch.restype = [size, size, c_int], size
+        self.linear_pack = dll.prefixcache_linear_pack
+        self.linear_pack.argtypes = [c_int, pointer, size, size, size, pointer, c_int]
+        self.linear_rows = dll.prefixcache_linear_rows
+        self.linear_rows.argtypes = [c_int, pointer, size, pointer, size, pointer, c_int]
+        self.linear = dll.prefixcache_linear
+        self.linear.argtypes = [
+            *(c_int, pointer, size, size, pointer, size),
+            *(pointer, pointer, size, pointer, c_int),
+        ]
+        self.rms_norm = dll.prefixcache_rms_norm
+        self.rms_norm.argtypes = [*[pointer] * 3, c_float, pointer, size, size, c_int]
+        self.silu_mul = dll.prefixcache_silu_mul
+        self.silu_mul.argtypes = [pointer, pointer, size, size, c_int]
+        self.rope_write_kv = dll.prefixcache_rope_write_kv
+        self.rope_write_kv.argtypes = [
+            *(pointer, size, pointer, pointer, pointer, POINTER(RopeShape)),
+            *(pointer, pointer, c_float, pointer, pointer, c_int),
+        ]
+        self.attention_partials = dll.prefixcache_attention_partials
+        self.attention_partials.argtypes = [size, size, size]
+        self.attention_partials.restype = size
+        self.attention = dll.prefixcache_attention
+        self.attention.argtypes = [POINTER(AttentionShape), POINTER(AttentionWork), *[pointer] * 4]
+        dll.prefixcache_attention_pairs.restype = size
+        self.attention_pairs = int(dll.prefixcache_attention_pairs())
+        for function in (
+            *(self.linear_pack, self.linear_rows, self.linear, self.rms_norm),
+            *(self.silu_mul, self.rope_write_kv, self.attention),
+        ):
+            function.restype = None
+
+
+ITEM_FIELDS = 5
+"""int32 fields of `attention.cpp: AttentionItem`: span, table_row, first, pair, pairs."""

@@ -1,0 +1,395 @@
+// y = x Wᵀ + b in float32 on weights kept in their own format.
+//
+// Every output is a chain of fused multiply-adds over each segment of kSegment values of k, and the
+// sum of the segments in order, whatever the number of rows, the tile or the thread: a row's bits
+// depend on nothing else. (One chain over all of k would lose three times as much to rounding.) A
+// weight is expanded to float32 exactly: d and m have 11 bits, q at most 8.
+//
+// Layout: outputs in tiles of 32, each tile's k side by side, so that one load takes 32 outputs.
+// Up to kFewRows rows, weights are expanded in registers; above, a tile is expanded once into a
+// buffer that stays in the second-level cache while panels of rows sweep over it.
+
+#include <omp.h>
+
+#include <algorithm>
+
+#include "simd.h"
+
+using simd::F;
+using simd::kLanes;
+using simd::kTile;
+using simd::kVectors;
+
+namespace {
+
+constexpr int kSegment = 128;  // a multiple of every block
+constexpr int kFewRows = 8;
+constexpr int kPanel = kLanes == 16 ? 12 : 3;  // rows whose sums stay in registers
+constexpr int kChunk = 10 * kPanel;            // rows that stay in cache while tiles go by
+
+// --- formats: expand row k of a tile into kVectors vectors ---------------------------------------
+
+struct Float32 {
+  static constexpr int kBlock = 1;
+  static constexpr size_t kBytes = 4 * kTile;  // of kBlock rows
+  struct Scale {};
+  static Scale scale(const uint8_t*) { return {}; }
+  static void weights(const uint8_t* block, int, const Scale&, F* w) {
+    for (int v = 0; v < kVectors; v++) w[v] = simd::load((const float*)block + v * kLanes);
+  }
+};
+
+struct BFloat16 {
+  static constexpr int kBlock = 1;
+  static constexpr size_t kBytes = 2 * kTile;
+  struct Scale {};
+  static Scale scale(const uint8_t*) { return {}; }
+  static void weights(const uint8_t* block, int, const Scale&, F* w) {
+    for (int v = 0; v < kVectors; v++) w[v] = simd::load_bf16((const uint16_t*)block + v * kLanes);
+  }
+};
+
+struct Float16 {
+  static constexpr int kBlock = 1;
+  static constexpr size_t kBytes = 2 * kTile;
+  struct Scale {};
+  static Scale scale(const uint8_t*) { return {}; }
+  static void weights(const uint8_t* block, int, const Scale&, F* w) {
+    for (int v = 0; v < kVectors; v++) w[v] = simd::load_f16((const uint16_t*)block + v * kLanes);
+  }
+};
+
+// d [32] halves, then 32 rows of 32 signed bytes: w = d q
+struct Q8_0 {
+  static constexpr int kBlock = 32;
+  static constexpr size_t kBytes = 2 * kTile + 32 * kTile;
+  struct Scale { F d[kVectors]; };
+  static Scale scale(const uint8_t* block) {
+    Scale s;
+    for (int v = 0; v < kVectors; v++) s.d[v] = simd::load_f16((const uint16_t*)block + v * kLanes);
+    return s;
+  }
+  static void weights(const uint8_t* block, int k, const Scale& s, F* w) {
+    const int8_t* q = (const int8_t*)block + 2 * kTile + k * kTile;
+    for (int v = 0; v < kVectors; v++) w[v] = simd::mul(s.d[v], simd::load_i8(q + v * kLanes));
+  }
+};
+
+// d [32] halves, then 32 rows of 16 bytes: w = d (q - 8)
+struct Q4_0 {
+  static constexpr int kBlock = 32;
+  static constexpr size_t kBytes = 2 * kTile + 16 * kTile;
+  struct Scale { F d[kVectors], m[kVectors]; };
+  static Scale scale(const uint8_t* block) {
+    Scale s;
+    for (int v = 0; v < kVectors; v++) {
+      s.d[v] = simd::load_f16((const uint16_t*)block + v * kLanes);
+      s.m[v] = simd::mul(s.d[v], simd::set1(-8.0f));
+    }
+    return s;
+  }
+  static void weights(const uint8_t* block, int k, const Scale& s, F* w) {
+    simd::load_nibbles(block + 2 * kTile + k * 16, w);
+    for (int v = 0; v < kVectors; v++) w[v] = simd::fma(s.d[v], w[v], s.m[v]);
+  }
+};
+
+// d [32] and m [32] halves, then 32 rows of 16 bytes: w = d q + m
+struct Q4_1 {
+  static constexpr int kBlock = 32;
+  static constexpr size_t kBytes = 4 * kTile + 16 * kTile;
+  struct Scale { F d[kVectors], m[kVectors]; };
+  static Scale scale(const uint8_t* block) {
+    const uint16_t* halves = (const uint16_t*)block;
+    Scale s;
+    for (int v = 0; v < kVectors; v++) {
+      s.d[v] = simd::load_f16(halves + v * kLanes);
+      s.m[v] = simd::load_f16(halves + kTile + v * kLanes);
+    }
+    return s;
+  }
+  static void weights(const uint8_t* block, int k, const Scale& s, F* w) {
+    simd::load_nibbles(block + 4 * kTile + k * 16, w);
+    for (int v = 0; v < kVectors; v++) w[v] = simd::fma(s.d[v], w[v], s.m[v]);
+  }
+};
+
+// --- products ------------------------------------------------------------------------------------
+
+struct Output {
+  float* y;           // first row, first column of the tile
+  int64_t stride;     // between rows
+  int columns;        // of the tile, 32 but for the last one
+  const float* bias;  // of the tile, or null
+};
+
+template <int R>
+void store_rows(F (&sum)[R][kVectors], const Output& out) {
+  for (int v = 0; v < kVectors; v++) {
+    const int n = std::min(kLanes, out.columns - v * kLanes);
+    if (n <= 0) return;
+    const F bias = out.bias ? simd::load_part(out.bias + v * kLanes, n) : simd::zero();
+    for (int r = 0; r < R; r++) {
+      // Adding a zero would turn -0 into +0, which no row can see, so there is no second path.
+      const F total = simd::add(sum[r][v], bias);
+      float* to = out.y + r * out.stride + v * kLanes;
+      if (n == kLanes) simd::store(to, total);
+      else simd::store_part(to, total, n);
+    }
+  }
+}
+
+template <int R>
+inline void clear(F (&sum)[R][kVectors]) {
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < kVectors; v++) sum[r][v] = simd::zero();
+}
+
+// R rows of x (element (r, k) at x[r * row + k * step]) times one tile.
+template <class Format, int R>
+void multiply(const float* x, int64_t row, int64_t step, int64_t depth, const uint8_t* tile,
+              const Output& out) {
+  F sum[R][kVectors], total[R][kVectors];
+  clear<R>(total);
+  for (int64_t from = 0; from < depth; from += kSegment) {
+    clear<R>(sum);
+    const int64_t to = std::min<int64_t>(depth, from + kSegment);
+    for (int64_t k = from; k < to; k += Format::kBlock, tile += Format::kBytes) {
+      const auto scale = Format::scale(tile);
+      for (int i = 0; i < Format::kBlock; i++, x += step) {
+        F w[kVectors];
+        Format::weights(tile, i, scale, w);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+          const F a = simd::set1(x[r * row]);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVectors; v++) sum[r][v] = simd::fma(a, w[v], sum[r][v]);
+        }
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < kVectors; v++) total[r][v] = simd::add(total[r][v], sum[r][v]);
+  }
+  store_rows<R>(total, out);
+}
+
+template <class Format, int R>
+void multiply_rows(int rows, const float* x, int64_t row, int64_t step, int64_t depth,
+                   const uint8_t* tile, const Output& out) {
+  if (rows == R) return multiply<Format, R>(x, row, step, depth, tile, out);
+  if constexpr (R > 1) multiply_rows<Format, R - 1>(rows, x, row, step, depth, tile, out);
+}
+
+template <class Format>
+void expand(const uint8_t* tile, int64_t depth, float* to) {
+  for (int64_t k = 0; k < depth; k += Format::kBlock, tile += Format::kBytes) {
+    const auto scale = Format::scale(tile);
+    for (int i = 0; i < Format::kBlock; i++, to += kTile) {
+      F w[kVectors];
+      Format::weights(tile, i, scale, w);
+      for (int v = 0; v < kVectors; v++) simd::store(to + v * kLanes, w[v]);
+    }
+  }
+}
+
+// Copy `rows` rows side by side, [depth][rows], so that a panel is read in one stream.
+void pack(const float* x, int64_t row, int rows, int64_t depth, float* to) {
+  for (int64_t k = 0; k < depth; k++)
+    for (int r = 0; r < rows; r++) to[k * rows + r] = x[r * row + k];
+}
+
+struct Work {
+  const float* x;
+  int64_t rows, depth, outputs;
+  const uint8_t* tiles;
+  const float* bias;
+  float* y;
+  int64_t stride;  // of y
+  float* scratch;
+  int threads;
+
+  int64_t tile_count() const { return (outputs + kTile - 1) / kTile; }
+  Output output(int64_t tile, int64_t row) const {
+    const int64_t column = tile * kTile;
+    return {y + row * stride + column, stride, (int)std::min<int64_t>(kTile, outputs - column),
+            bias ? bias + column : nullptr};
+  }
+};
+
+template <class Format>
+void few_rows(const Work& w) {
+  const int64_t bytes = w.depth / Format::kBlock * Format::kBytes;
+#pragma omp parallel for schedule(static) num_threads(w.threads)
+  for (int64_t tile = 0; tile < w.tile_count(); tile++)
+    multiply_rows<Format, kFewRows>((int)w.rows, w.x, w.depth, 1, w.depth, w.tiles + tile * bytes,
+                                    w.output(tile, 0));
+}
+
+template <class Format>
+void many_rows(const Work& w) {
+  const int64_t bytes = w.depth / Format::kBlock * Format::kBytes;
+  const int64_t panels = (w.rows + kPanel - 1) / kPanel;
+  const int64_t size = (w.rows + panels - 1) / panels;  // rows of a panel, evenly
+  const int64_t in_chunk = kChunk / size;               // panels of a chunk
+  const int64_t chunks = (panels + in_chunk - 1) / in_chunk;
+  float* packed = w.scratch;
+#pragma omp parallel num_threads(w.threads)
+  {
+    float* expanded = packed + w.rows * w.depth + omp_get_thread_num() * kTile * w.depth;
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < panels; p++) {
+      const int rows = (int)std::min(size, w.rows - p * size);
+      if (rows > 0) pack(w.x + p * size * w.depth, w.depth, rows, w.depth, packed + p * size * w.depth);
+    }
+#pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < chunks * w.tile_count(); unit++) {
+      const int64_t chunk = unit / w.tile_count(), tile = unit % w.tile_count();
+      const uint8_t* weights = w.tiles + tile * bytes;
+      if constexpr (Format::kBytes != Float32::kBytes || Format::kBlock != 1) {
+        expand<Format>(weights, w.depth, expanded);
+        weights = (const uint8_t*)expanded;
+      }
+      for (int64_t p = chunk * in_chunk; p < std::min(panels, (chunk + 1) * in_chunk); p++) {
+        const int rows = (int)std::min(size, w.rows - p * size);
+        multiply_rows<Float32, kPanel>(rows, packed + p * size * w.depth, 1, rows, w.depth, weights,
+                                       w.output(tile, p * size));
+      }
+    }
+  }
+}
+
+// Rows of W (an embedding look-up): lane by lane out of the tiles.
+template <class Format>
+void look_up(const uint8_t* tiles, int64_t depth, const int64_t* ids, int64_t count, float* out,
+             int threads) {
+  const int64_t bytes = depth / Format::kBlock * Format::kBytes;
+#pragma omp parallel for schedule(static) num_threads(threads) if (count > 16)
+  for (int64_t i = 0; i < count; i++) {
+    const uint8_t* tile = tiles + ids[i] / kTile * bytes;
+    float* to = out + i * depth;
+    for (int64_t k = 0; k < depth; k += Format::kBlock, tile += Format::kBytes) {
+      const auto scale = Format::scale(tile);
+      for (int j = 0; j < Format::kBlock; j++) {
+        F w[kVectors];
+        float lanes[kTile];
+        Format::weights(tile, j, scale, w);
+        for (int v = 0; v < kVectors; v++) simd::store(lanes + v * kLanes, w[v]);
+        *to++ = lanes[ids[i] % kTile];
+      }
+    }
+  }
+}
+
+template <class Format>
+void run(const Work& w) {
+  if (w.rows <= kFewRows) few_rows<Format>(w);
+  else many_rows<Format>(w);
+}
+
+// --- packing -------------------------------------------------------------------------------------
+
+// One tile out of GGUF rows: `halves` scales of two bytes, then 16 or 32 bytes, a block of 32.
+template <int kHalves, bool kNibbles>
+void pack_blocks(const uint8_t* rows, int64_t row_bytes, int columns, int64_t depth, uint8_t* to) {
+  constexpr int kData = kNibbles ? 16 : 32, kRaw = 2 * kHalves + kData;
+  constexpr size_t kBytes = (2 * kHalves + kData) * kTile;
+  for (int64_t block = 0; block < depth / 32; block++, to += kBytes) {
+    std::memset(to, 0, kBytes);
+    uint8_t* data = to + 2 * kHalves * kTile;
+    for (int n = 0; n < columns; n++) {
+      const uint8_t* raw = rows + n * row_bytes + block * kRaw;
+      for (int h = 0; h < kHalves; h++) std::memcpy(to + 2 * (h * kTile + n), raw + 2 * h, 2);
+      for (int k = 0; k < 32; k++) {
+        if (kNibbles) {  // GGUF: element k is the low half of byte k, or the high half of k - 16
+          const int q = k < 16 ? raw[2 * kHalves + k] & 15 : raw[2 * kHalves + k - 16] >> 4;
+          data[k * 16 + n % 16] |= (uint8_t)(n < 16 ? q : q << 4);
+        } else {
+          data[k * kTile + n] = raw[2 * kHalves + k];
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+void pack_dense(const T* rows, int64_t depth, int columns, T* to) {
+  for (int64_t k = 0; k < depth; k++)
+    for (int n = 0; n < kTile; n++) to[k * kTile + n] = n < columns ? rows[n * depth + k] : T(0);
+}
+
+enum Kind { kF32, kBF16, kF16, kQ8_0, kQ4_0, kQ4_1 };
+
+int64_t tile_bytes(int kind, int64_t depth) {
+  switch (kind) {
+    case kF32: return depth * Float32::kBytes;
+    case kBF16:
+    case kF16: return depth * BFloat16::kBytes;
+    case kQ8_0: return depth / 32 * Q8_0::kBytes;
+    case kQ4_0: return depth / 32 * Q4_0::kBytes;
+    default: return depth / 32 * Q4_1::kBytes;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Bytes of a packed matrix [outputs, depth] of this kind.
+int64_t prefixcache_linear_bytes(int kind, int64_t outputs, int64_t depth) {
+  return (outputs + kTile - 1) / kTile * tile_bytes(kind, depth);
+}
+
+// Floats of scratch that a product of so many rows needs.
+int64_t prefixcache_linear_scratch(int64_t rows, int64_t depth, int threads) {
+  return rows <= kFewRows ? 0 : rows * depth + threads * kTile * depth;
+}
+
+// Pack rows [outputs, row_bytes] in their file format.
+void prefixcache_linear_pack(int kind, const uint8_t* rows, int64_t row_bytes, int64_t outputs,
+                             int64_t depth, uint8_t* to, int threads) {
+  const int64_t bytes = tile_bytes(kind, depth);
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t tile = 0; tile < (outputs + kTile - 1) / kTile; tile++) {
+    const int columns = (int)std::min<int64_t>(kTile, outputs - tile * kTile);
+    const uint8_t* from = rows + tile * kTile * row_bytes;
+    uint8_t* target = to + tile * bytes;
+    switch (kind) {
+      case kF32: pack_dense((const uint32_t*)from, depth, columns, (uint32_t*)target); break;
+      case kBF16:
+      case kF16: pack_dense((const uint16_t*)from, depth, columns, (uint16_t*)target); break;
+      case kQ8_0: pack_blocks<1, false>(from, row_bytes, columns, depth, target); break;
+      case kQ4_0: pack_blocks<1, true>(from, row_bytes, columns, depth, target); break;
+      default: pack_blocks<2, true>(from, row_bytes, columns, depth, target); break;
+    }
+  }
+}
+
+// y [rows, outputs] (row stride `stride`) = x [rows, depth] Wᵀ + bias.
+void prefixcache_linear(int kind, const float* x, int64_t rows, int64_t depth, const uint8_t* tiles,
+                        int64_t outputs, const float* bias, float* y, int64_t stride,
+                        float* scratch, int threads) {
+  const Work work{x, rows, depth, outputs, tiles, bias, y, stride, scratch, threads};
+  switch (kind) {
+    case kF32: return run<Float32>(work);
+    case kBF16: return run<BFloat16>(work);
+    case kF16: return run<Float16>(work);
+    case kQ8_0: return run<Q8_0>(work);
+    case kQ4_0: return run<Q4_0>(work);
+    default: return run<Q4_1>(work);
+  }
+}
+
+// out [count, depth] = rows `ids` of W.
+void prefixcache_linear_rows(int kind, const uint8_t* tiles, int64_t depth, const int64_t* ids,
+                             int64_t count, float* out, int threads) {
+  switch (kind) {
+    case kF32: return look_up<Float32>(tiles, depth, ids, count, out, threads);
+    case kBF16: return look_up<BFloat16>(tiles, depth, ids, count, out, threads);
+    case kF16: return look_up<Float16>(tiles, depth, ids, count, out, threads);
+    case kQ8_0: return look_up<Q8_0>(tiles, depth, ids, count, out, threads);
+    case kQ4_0: return look_up<Q4_0>(tiles, depth, ids, count, out, threads);
+    default: return look_up<Q4_1>(tiles, depth, ids, count, out, threads);
+  }
+}
+
+}  // extern "C"
