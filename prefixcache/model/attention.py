@@ -71,13 +71,19 @@ def check_step(step: StepInput, block_size: int, num_blocks: int, vocab_size: in
     )
 
 
-def plan_step(step: StepInput, block_size: int, windows: Iterable[int | None]) -> StepWork:
+def plan_step(
+    step: StepInput,
+    block_size: int,
+    windows: Iterable[int | None],
+    run_rows: int | None = None,
+) -> StepWork:
     """Plan the attention of a step: its groups for each window that the model's layers use.
 
     Args:
         step: checked rows, in any order of sequences.
         block_size: tokens in a block; divides SPAN.
         windows: sliding windows of the model's layers, None for full attention.
+        run_rows: sequences with so many rows become runs and leave the groups; None: none do.
     """
     run = SPAN // block_size
     sequences, width = step.block_table.shape
@@ -85,7 +91,7 @@ def plan_step(step: StepInput, block_size: int, windows: Iterable[int | None]) -
     table[:, :width] = step.block_table
     live = np.repeat(step.seq_lens > 0, np.diff(step.query_start_loc))
     positions = np.where(live, step.positions, -1).astype(np.int32)
-    rows = _Rows(positions, table, _sharers_adjacent(table), run)
+    rows = _Rows(positions, table, _sharers_adjacent(table), run, run_rows)
     groups = {w: _span_groups(step, rows, w) for w in windows}
     return StepWork(positions, step.slot_mapping, table, block_size, groups)
 
@@ -98,6 +104,7 @@ class _Rows:
     table: Int32  # [S, width], width a multiple of run
     order: Int64  # [S], sequences with equal leading blocks side by side
     run: int  # blocks in a span
+    run_rows: int | None
 
 
 def _sharers_adjacent(table: Int32) -> Int64:
@@ -113,6 +120,12 @@ def _span_groups(step: StepInput, work: _Rows, window: int | None) -> SpanGroups
     positions, order = work.positions, work.order
     queries = np.diff(step.query_start_loc)[order]
     length = np.where(queries > 0, step.seq_lens[order], 0)
+    runs = (
+        (queries >= work.run_rows) & (length > 0) if work.run_rows else np.zeros(len(order), bool)
+    )
+    in_runs = order[runs]
+    run_list = np.stack((in_runs, step.query_start_loc[in_runs], queries[runs]), 1)
+    length = np.where(runs, 0, length)
     first = length - queries  # position of each sequence's first row
     first_span = np.zeros(len(positions), np.int32)
     if window is not None:
@@ -135,15 +148,16 @@ def _span_groups(step: StepInput, work: _Rows, window: int | None) -> SpanGroups
     offsets = np.cumsum(counts) - counts
     rows = np.repeat(origin - offsets, counts) + np.arange(int(counts.sum()))
     start = np.append(offsets[opens], len(rows))
-    seen = np.where(positions >= 0, positions // SPAN - first_span + 1, 0)
+    grouped = np.maximum(positions[rows], 0) // SPAN - first_span[rows] + 1
     return SpanGroups(
         window,
         span_of[opens].astype(np.int32),
         order[member[opens]].astype(np.int32),
         start.astype(np.int32),
         rows.astype(np.int32),
+        run_list.astype(np.int32),
         first_span,
-        int(seen.max(initial=0)),
+        int(grouped.max(initial=0)),
     )
 
 

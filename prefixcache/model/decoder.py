@@ -56,7 +56,7 @@ class Decoder:
         config: ModelConfig,
         kernels: Kernels,
         *,
-        embedding: Tensor,
+        embedding: Callable[[Tensor], Tensor],
         layers: tuple[Layer, ...],
         final_norm: Tensor,
         lm_head: Linear,
@@ -103,15 +103,15 @@ class Decoder:
         rope = rope_table(config, max_model_len).to(device)
         kernels = select_kernels(backend, device, dtype)
         reader = _Reader(checkpoint.weights, kernels, device, dtype)
-        embedding = reader.tensor("model.embed_tokens.weight")
-        head = "model.embed_tokens" if config.tie_embeddings else "lm_head"
+        tied = config.tie_embeddings
+        lm_head = reader.linear(["model.embed_tokens" if tied else "lm_head"], bias=False)
         return cls(
             config,
             kernels,
-            embedding=embedding,
+            embedding=reader.embedding("model.embed_tokens.weight", lm_head if tied else None),
             layers=tuple(_read_layer(reader, config, i) for i in range(config.num_layers)),
             final_norm=reader.tensor("model.norm.weight"),
-            lm_head=reader.linear([head], bias=False),
+            lm_head=lm_head,
             rope=rope,
         )
 
@@ -136,10 +136,10 @@ class Decoder:
         if step.positions.size and int(step.positions.max()) >= self.max_model_len:
             raise ValueError(f"positions: must be below max_model_len {self.max_model_len}")
         run, eps = self.kernels, self.config.rms_norm_eps
-        work = plan_step(step, kv_cache.block_size, self._windows)
+        work = plan_step(step, kv_cache.block_size, self._windows, run.run_rows)
         plan = run.prepare(work, self._heads, self._rope)
-        tokens = torch.from_numpy(step.token_ids).to(self._embedding.device, torch.int64)
-        residual = self._embedding[tokens]  # [T, hidden]
+        tokens = torch.from_numpy(step.token_ids).to(self._rope.device, torch.int64)
+        residual = self._embedding(tokens)  # [T, hidden]
         x = run.rms_norm(residual, self._layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for layer, (keys, values), next_norm in zip(
@@ -172,6 +172,10 @@ class _Reader:
         matrices = [self._weight(f"{name}.weight") for name in names]
         biases = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
         return self._kernels.linear(matrices, biases)
+
+    def embedding(self, name: str, tied: Linear | None) -> Callable[[Tensor], Tensor]:
+        """The look-up of a token's row."""
+        return self._kernels.embedding(self._weight(name), tied)
 
     def _weight(self, name: str) -> Weight:
         read: Callable[[], Tensor] = lambda: self.tensor(name)  # noqa: E731
