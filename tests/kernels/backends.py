@@ -8,7 +8,7 @@ from prefixcache.model.attention import StepInput
 from prefixcache_kernels import Kernels, select_kernels
 
 CPU = torch.device("cpu")
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "cpu")
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
