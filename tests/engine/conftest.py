@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefixcache import Engine, EngineConfig
-from prefixcache.engine.messages import FlushCache
+from prefixcache.engine.messages import FlushCache, Release
 from tests.model.checkpoints import default_model_path, write_checkpoint
 
 MakeEngine = Callable[..., Engine]
@@ -45,7 +45,9 @@ def smollm2_engine() -> Engine:
 
 @pytest.fixture
 def smollm2(smollm2_engine: Engine) -> Engine:
-    """SmolLM2 in float32, blocks of 16; its cache is empty."""
+    """SmolLM2 in float32, blocks of 16; its cache is empty, and no sequence is kept."""
+    for entry in list(smollm2_engine.registry.entries("")):
+        smollm2_engine.execute(Release("release", entry.sequence.id))
     smollm2_engine.execute(FlushCache("flush"))
     smollm2_engine.step()
     assert smollm2_engine.manager.num_free == smollm2_engine.num_blocks

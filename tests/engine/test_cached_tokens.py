@@ -99,6 +99,7 @@ TINY = {
     "divergence inside a block": Row(40, 1, keep=22, more=18, cached=22),
     "divergence at a block's last token": Row(40, 1, keep=23, more=1, cached=23),
     "divergence inside the first block": Row(40, 1, keep=2, more=20, cached=2),
+    "divergence at the first block's last token": Row(40, 1, keep=3, more=20, cached=3),
     "divergence at the first token": Row(40, 1, keep=0, more=40, cached=0),
     "generated tokens reused": Row(10, 7, keep=16, more=0, cached=15),
     "generated tokens reused and gone on": Row(10, 7, keep=17, more=5, cached=16),
@@ -147,6 +148,32 @@ def test_smollm2_first_and_second_time(
     assert cached(smollm2, tokens, greedy(generated, n)) == second
     full = (length + generated - 1) // 16 * 16
     assert cached(smollm2, [*tokens, 9, 9], ONE) == min(full, length)
+
+
+def test_of_many_branches_the_one_that_goes_furthest_is_found(make_engine: MakeEngine) -> None:
+    """Behind a stem of two blocks: branches that leave each other at every offset of a block."""
+    engine = make_engine()
+    stem = ids(1, 8)
+    branches = [[50, 60, 70, 80], [50, 60, 70, 90], [50, 60, 10, 90], [50, 20, 70, 80]]
+    branches += [[49, 60, 70, 80], [51, 60, 70, 80], [255, 60, 70, 80], [256, 60, 70, 80]]
+    for branch in branches:
+        engine.generate([[*stem, *branch]], ONE)
+    for rest, common in (
+        ([50, 60, 70, 85], 3),
+        ([50, 60, 70, 79], 3),
+        ([50, 60, 10, 91], 3),
+        ([50, 60, 11, 90], 2),
+        ([50, 61, 70, 80], 1),
+        ([50, 60], 2),
+        ([48, 60, 70, 80], 0),
+        ([256, 60, 71, 80], 2),
+        ([255, 60, 70, 81], 3),
+        ([256, 60, 70, 80], 4),
+    ):
+        assert cached(engine, [*stem, *rest, 99]) == 8 + common, rest
+        engine.manager.flush()
+        for branch in branches:
+            engine.generate([[*stem, *branch]], ONE)
 
 
 def test_without_a_cache_nothing_is_ever_cached(make_engine: MakeEngine) -> None:
