@@ -69,7 +69,7 @@ class EngineConfig:
             self.attention_backend in backends,
             f"attention_backend {self.attention_backend!r}: one of {', '.join(backends)}",
         )
-        _require(self.max_queue >= 0, "max_queue must not be negative")
+        _require(self.max_queue >= 1, "max_queue must be at least 1")
         if isinstance(self.max_model_len, str):
             _require(self.max_model_len == "auto", f"max_model_len {self.max_model_len!r}")
         elif self.max_model_len is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from prefixcache.errors import InvalidArgument
 
 MAX_N = 256
+MAX_BEAMS = 256
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
@@ -111,13 +112,57 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How to search. Semantics are those of Hugging Face's `generate`."""
+    """How to search. Names and semantics are those of Hugging Face's `generate`.
+
+    num_beams: width, 1 to 256.
+    num_return_sequences: best hypotheses to return, 1 to num_beams.
+    max_tokens: longest hypothesis, at least 1.
+    min_tokens: no hypothesis ends before so many tokens.
+    length_penalty: a finished score is the sum of logprobs / length ** length_penalty; the length
+        is that of the generated tokens. In [-10, 10].
+    early_stopping: True stops at num_beams finished hypotheses; False when the best running beam
+        cannot beat the worst of them at the present length; "never" when it cannot at any length.
+    stop, stop_token_ids, ignore_eos: what ends a hypothesis, each by itself.
+    repetition_penalty, logit_bias: applied to the log-probabilities inside the search.
+    """
 
     num_beams: int
     num_return_sequences: int = 1
     max_tokens: int = 16
+    min_tokens: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    skip_special_tokens: bool = True
+
+    def validate(self, vocab_size: int, where: str = "beam_search") -> None:
+        """Raise InvalidArgument naming `where.field` for the first value out of range."""
+        check = _Checker(where)
+        check.integer("num_beams", self.num_beams, 1, MAX_BEAMS)
+        check.integer("num_return_sequences", self.num_return_sequences, 1, self.num_beams)
+        check.integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check.number("length_penalty", self.length_penalty, -10.0, 10.0)
+        allowed = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        check.require("early_stopping", allowed, 'must be true, false or "never"')
+        self.as_sampling().validate(vocab_size, where)
+
+    def as_sampling(self) -> SamplingParams:
+        """What each beam has in common with a greedy sample: limits, stops, penalties."""
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            skip_special_tokens=self.skip_special_tokens,
+        )
 
 
 class _Checker:

@@ -105,6 +105,7 @@ def build_parts(config: EngineConfig, progress: Progress | None) -> Parts:
             config,
             checkpoint.tokenizer,
             fingerprint=checkpoint.fingerprint,
+            model=model,
             num_blocks=num_blocks,
             max_model_len=length,
         ),

@@ -14,6 +14,8 @@ import torch
 
 from prefixcache.cache import check_integrity
 from prefixcache.config import EngineConfig
+from prefixcache.engine.beam import Floats, Ints
+from prefixcache.engine.beam_runner import BeamRunner
 from prefixcache.engine.build import Progress, build_parts
 from prefixcache.engine.calls import answer
 from prefixcache.engine.messages import (
@@ -39,9 +41,11 @@ from prefixcache.engine.sampler import NO_TOKEN, SampleRow
 from prefixcache.engine.scheduler import ScheduledRow
 from prefixcache.engine.sequence import Sequence, SequenceGroup, State
 from prefixcache.errors import AlreadyExists, Internal, PrefixCacheError, ResourceExhausted
-from prefixcache.params import SamplingParams
+from prefixcache.params import BeamSearchParams, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+Decoding = SamplingParams | BeamSearchParams
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class RowResult:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     next_token: TokenLogprobs | None = None
+    continuations: tuple[Floats, Ints] | None = None
 
 
 class Engine:
@@ -96,6 +101,7 @@ class Engine:
         self.requests = parts.requests
         self.counters = EngineCounters()
         self.registry = Registry(parts.manager, clock)
+        self._beams = BeamRunner(parts.scheduler, self.registry, parts.requests)
         self._runner = parts.runner
         self._sampler = parts.sampler
         self._groups: dict[str, SequenceGroup] = {}
@@ -119,7 +125,9 @@ class Engine:
                     self._events.append(Failed(command.request_id, error))
             case Abort():
                 group = self._groups.get(command.request_id)
-                if group is not None:
+                if group is not None and group.beam is not None:
+                    self._end_search(group, self._beams.end(group, "abort"))
+                elif group is not None:
                     self.abort(group.live)
             case _:
                 self._events.extend(answer(self, command))
@@ -134,7 +142,10 @@ class Engine:
         group = self._group(command)
         self._check_leases(group)
         for sequence in group.sequences:
-            self.registry.add(sequence, group)
+            if group.is_fork:
+                self._inherit(sequence)
+            if group.beam is None:  # beams come and go; only results get handles
+                self.registry.add(sequence, group)
         self._groups[command.request_id] = group
         self.scheduler.add(group)
 
@@ -145,10 +156,7 @@ class Engine:
             case Score():
                 return self.requests.score(command)
             case Fork():
-                group = self.requests.fork(command, self.registry)
-                for child in group.sequences:
-                    self._inherit(child)
-                return group
+                return self.requests.fork(command, self.registry)
 
     def _inherit(self, child: Sequence) -> None:
         """Lease a fork its parent's blocks, unless the parent has not computed them yet."""
@@ -162,7 +170,8 @@ class Engine:
     def _check_leases(self, group: SequenceGroup) -> None:
         live = (s for g in self._groups.values() for s in g.live)
         promised = self.registry.num_kept + sum(1 for s in live if s.keep_seconds)
-        asked = sum(1 for s in group.sequences if s.keep_seconds) * group.num_samples
+        results = group.beam.params.num_return_sequences if group.beam else group.num_samples
+        asked = sum(1 for s in group.sequences if s.keep_seconds) * results
         if asked and promised + asked > self.config.max_leases:
             raise ResourceExhausted(
                 f"{promised} sequences are kept or will be, and this request asks for {asked} "
@@ -185,15 +194,17 @@ class Engine:
         self.registry.expire()
         step = self.scheduler.schedule()
         self._runner.copy_blocks(step.copies)
-        for sequence in step.full:
-            self._announce(sequence, self._group_of(sequence))
-            self._finish(sequence, self._group_of(sequence), "length")
+        for sequence, group in step.full:
+            self._announce(sequence, group)
+            self._finish_full(sequence, group)
         for row in step.rows:
             self._announce(row.sequence, row.group)
         for result in self._run(step.rows):
             if result.row.sequence.state is not State.FINISHED:  # a sibling failed the group
                 self.scheduler.advance(result.row)
                 self._apply(result)
+        for search in dict.fromkeys(row.group for row in step.rows if row.group.beam):
+            self._advance_search(search)
         self.counters.steps += 1
         return self.take_events()
 
@@ -223,7 +234,7 @@ class Engine:
         draws = [
             draw
             for row, place in zip(rows, places, strict=True)
-            if row.samples and row.sequence.params.max_tokens != 0
+            if row.samples and row.sequence.params.max_tokens != 0 and not row.group.beam
             for draw in self._draws(row, place)
         ]
         sampled = self._sampler.sample(logits, draws)
@@ -233,6 +244,11 @@ class Engine:
             result = RowResult(row, prompt_logprobs=self._prompt_logprobs(row, place, logits))
             if row.samples and row.sequence.params.max_tokens == 0:
                 result = self._peek(result, place, logits)
+            elif row.samples and row.group.beam:
+                best = row.group.beam.num_candidates
+                draws = self._draws(row, place)
+                (continuations,) = self._sampler.best_continuations(logits, draws, best)
+                result = RowResult(row, continuations=continuations)
             elif row.samples:
                 for _ in range(row.group.num_samples):
                     result.token_ids.append(next(tokens))
@@ -253,18 +269,10 @@ class Engine:
                 position=len(sequence.tokens),
                 state=sequence.sampler_state,
                 num_generated=sequence.num_generated,
-                stop_ids=self._stop_ids(sequence.params),
+                stop_ids=sequence.stop_ids,
             )
             for key in keys
         ]
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        own = frozenset(params.stop_token_ids)
-        return own if params.ignore_eos else own | self._eos_ids
-
-    @property
-    def _eos_ids(self) -> frozenset[int]:
-        return frozenset(self.model_config.eos_token_ids)
 
     def _prompt_logprobs(
         self, row: ScheduledRow, place: RowLogits, logits: torch.Tensor
@@ -310,6 +318,7 @@ class Engine:
         row = result.row
         sequence, group = row.sequence, row.group
         sequence.prompt_logprobs += result.prompt_logprobs
+        sequence.beam_candidates = result.continuations
         if result.next_token is not None:
             self._emit_prompt_logprobs(sequence, group)
             self._finish(sequence, group, "length", next_token=result.next_token)
@@ -323,6 +332,7 @@ class Engine:
             self.registry.add(sample, group)
             self._announce(sample, group)
             samples.append(sample)
+        group.num_samples = 1
         for sample, token, logprobs in zip(samples, result.token_ids, result.logprobs, strict=True):
             if sample.state is not State.FINISHED:
                 self._append(sample, group, token, logprobs)
@@ -349,7 +359,7 @@ class Engine:
             sequence.sampler_state.append(token)
         self.counters.completion_tokens += 1
         enough = sequence.num_generated >= sequence.params.min_tokens
-        stopped = enough and token in self._stop_ids(sequence.params)
+        stopped = enough and token in sequence.stop_ids
         text = "" if stopped else sequence.detokenizer.push([token])
         emit, matched = sequence.stop.push(text, enough)
         reason: FinishReason | None = None
@@ -380,16 +390,16 @@ class Engine:
         next_token: TokenLogprobs | None = None,
     ) -> None:
         """End one sequence: keep it where that was asked for, free it, say so."""
-        sequence.finish_reason = reason
         aborted = reason == "abort"
-        kept = sequence.keep_seconds > 0 and not aborted and sequence.table is not None
-        if kept:
-            self.registry.keep(sequence)
+        table = sequence.table
+        kept = sequence.keep_seconds > 0 and not aborted
+        if kept and table is not None:
+            self.registry.keep(sequence, group, table)
         else:
             self.registry.end(sequence)
         self.scheduler.finish(sequence, group, pruned=aborted and group.is_fork)
         seconds = sequence.keep_seconds if kept else 0.0
-        ends = [(sequence.index, _usage(sequence))]
+        ends = [(sequence.index, sequence.usage)]
         ends += [(index, Usage()) for index in group.take_unborn()]
         for index, usage in ends:
             self._events.append(
@@ -409,12 +419,38 @@ class Engine:
             self.counters.requests_failed += 1
             self._events.append(Failed(group.request_id, error))
 
+    def _finish_full(self, sequence: Sequence, group: SequenceGroup) -> None:
+        """Nothing is left to grow into: a sample ends with what it has, a search cannot."""
+        if group.beam is None:
+            self._finish(sequence, group, "length")
+            return
+        message = (
+            "the pool is too full to go on with this beam search: unpin prefixes, or narrow it"
+        )
+        self._fail(group, ResourceExhausted(message))
+
+    def _advance_search(self, group: SequenceGroup) -> None:
+        if group.live:
+            self._end_search(group, self._beams.advance(group))
+
+    def _end_search(self, group: SequenceGroup, events: list[Event]) -> None:
+        """Pass a search's events on; it has some only when it has ended."""
+        if not events:
+            return
+        self._events += events
+        del self._groups[group.request_id]
+        ends = [event for event in events if isinstance(event, Finished)]
+        self.counters.completion_tokens += sum(end.usage.completion_tokens for end in ends)
+        aborted = ends[0].reason == "abort"
+        self.counters.requests_aborted += aborted
+        self.counters.requests_finished += not aborted
+
     # ------------------------------------------------------------ for callers in this process
 
     def generate(
         self,
         prompts: Seq[str | Seq[int]],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        params: Decoding | Seq[Decoding] | None = None,
         *,
         cache_salt: str = "",
         keep_seconds: float = 0.0,
@@ -423,7 +459,7 @@ class Engine:
 
         Raises the first request's error, if any; the others are ended.
         """
-        if params is None or isinstance(params, SamplingParams):
+        if params is None or isinstance(params, SamplingParams | BeamSearchParams):
             params = [params or SamplingParams()] * len(prompts)
         commands = [
             Generate(
@@ -459,10 +495,3 @@ class Engine:
     def check_integrity(self) -> None:
         """Verify that no block is lost. Raises IntegrityError."""
         check_integrity(self.manager)
-
-
-def _usage(sequence: Sequence) -> Usage:
-    """Samples of one prompt count it once, at index 0."""
-    prompt = sequence.num_prompt_tokens if sequence.counts_prompt else 0
-    cached, forked = sequence.num_cached_tokens, sequence.num_forked_tokens
-    return Usage(prompt, cached, forked, prompt - cached - forked, sequence.num_generated)

@@ -1,14 +1,16 @@
 """Cache events, numbered and kept for a while, and who is subscribed to them.
 
-A cache observer that only appends; batches go out once a step.
+A cache observer that only appends; events are put into messages when somebody gets them.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
 
 import numpy as np
 
-from prefixcache.cache.digest import TOKEN_BYTES
 from prefixcache.engine.messages import CacheEvent, CacheEvents, SubscribeEvents
 from prefixcache.errors import FailedPrecondition
 
@@ -16,39 +18,45 @@ BACKLOG = 10_000
 """Events that a subscriber can resume behind."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    number: int
+    kind: Literal["stored", "removed", "cleared"]
+    parent: bytes = b""
+    digests: Sequence[bytes] = ()
+    tokens: bytes = b""
+
+    def event(self, block_size: int, *, with_tokens: bool) -> CacheEvent:
+        tokens = np.frombuffer(self.tokens, np.uint32).tolist() if with_tokens else ()
+        return CacheEvent(
+            self.number, self.kind, self.parent, tuple(self.digests), block_size, tuple(tokens)
+        )
+
+
 class EventLog:
     """Implements CacheObserver. Numbers begin at 1 and have no gaps."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._backlog: deque[CacheEvent] = deque(maxlen=BACKLOG)
+        self._backlog: deque[_Record] = deque(maxlen=BACKLOG)
         self._last = 0
         self._subscribers: dict[str, tuple[int, bool]] = {}
 
     def stored(self, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
         """Blocks entered the trie."""
-        self._append(
-            CacheEvent(
-                self._last + 1,
-                "stored",
-                parent,
-                tuple(digests),
-                self._block_size,
-                tuple(np.frombuffer(tokens, np.uint32, len(tokens) // TOKEN_BYTES).tolist()),
-            )
-        )
+        self._append(_Record(self._last + 1, "stored", parent, digests, tokens))
 
     def removed(self, digests: Sequence[bytes]) -> None:
         """Blocks left the trie."""
-        self._append(CacheEvent(self._last + 1, "removed", b"", tuple(digests)))
+        self._append(_Record(self._last + 1, "removed", digests=digests))
 
     def cleared(self) -> None:
         """All blocks left the trie."""
-        self._append(CacheEvent(self._last + 1, "cleared"))
+        self._append(_Record(self._last + 1, "cleared"))
 
-    def _append(self, event: CacheEvent) -> None:
-        self._last += 1
-        self._backlog.append(event)
+    def _append(self, record: _Record) -> None:
+        self._last = record.number
+        self._backlog.append(record)
 
     def subscribe(self, command: SubscribeEvents) -> int:
         """Begin a subscription; returns the number of the last event that it will not get.
@@ -75,14 +83,11 @@ class EventLog:
         for call_id, (after, with_tokens) in self._subscribers.items():
             if after == self._last:
                 continue
-            first = self._last - len(self._backlog)
-            events = list(self._backlog)[max(after - first, 0) :]
-            if not with_tokens:
-                events = [_without_tokens(event) for event in events]
+            newest_first = list(islice(reversed(self._backlog), self._last - after))
+            events = [
+                record.event(self._block_size, with_tokens=with_tokens)
+                for record in reversed(newest_first)
+            ]
             batches.append(CacheEvents(call_id, tuple(events)))
             self._subscribers[call_id] = (self._last, with_tokens)
         return batches
-
-
-def _without_tokens(event: CacheEvent) -> CacheEvent:
-    return CacheEvent(event.number, event.kind, event.parent, event.digests, event.block_size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prefixcache.errors import PrefixCacheError
-from prefixcache.params import SamplingParams
+from prefixcache.params import BeamSearchParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 TokenIds = tuple[int, ...]
@@ -18,11 +18,11 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Run a prompt. `request_id` is unique among live requests of the whole engine."""
+    """Run a prompt, sampled or searched. `request_id` is unique among all live requests."""
 
     request_id: str
     prompt_token_ids: TokenIds
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     cache_salt: str = ""
     priority: int = 0
     keep_seconds: float = 0.0
@@ -133,7 +133,7 @@ class UnpinPrefix:
 
 @dataclass(frozen=True, slots=True)
 class SubscribeEvents:
-    """Answered by Reply with the backlog after `after`; CacheEvents batches follow.
+    """Answered by Reply with the number of the last event that will not come; batches follow.
 
     after: last sequence number that the subscriber has; None starts at the present.
     Answered with FailedPrecondition where the backlog no longer reaches back so far.
@@ -210,7 +210,7 @@ class Output:
     """What one step added to a sequence. `text` may lag behind the tokens by part of a character.
 
     prompt_logprobs: on the first Output only, where asked for; one entry a prompt token, the
-        first one None.
+        first one None. Of a Score: one entry a token of the continuation.
     """
 
     request_id: str
@@ -229,6 +229,7 @@ class Finished:
     next_token: with max_tokens = 0, the distribution of the token that would come next:
         token_id is the most probable one.
     kept_seconds: how long the sequence can still be forked; 0 where it was not kept.
+    score: of a beam search's hypothesis, by which its results are ordered.
     """
 
     request_id: str
@@ -238,6 +239,7 @@ class Finished:
     usage: Usage
     kept_seconds: float = 0.0
     next_token: TokenLogprobs | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class CompletionOutput:
     """One sample. logprobs: one entry a token where asked for; cumulative_logprob: their sum.
 
     next_token: with max_tokens = 0, the distribution of the token that would come next.
+    score: of a beam search's hypothesis; they come best first.
     """
 
     index: int
@@ -33,6 +34,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     next_token: TokenLogprobs | None = None
+    score: float | None = None
     usage: Usage = field(default_factory=Usage)
 
     @property
@@ -80,6 +82,7 @@ class RequestOutput:
                 output = self._output(event.index)
                 output.finish_reason, output.stop_reason = event.reason, event.stop_reason
                 output.next_token, output.usage = event.next_token, event.usage
+                output.score = event.score
                 self.finished = all(o.finish_reason for o in self.outputs)
 
     def _output(self, index: int) -> CompletionOutput:

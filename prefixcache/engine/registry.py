@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prefixcache.cache import BlockManager, Lease, Pin
+from prefixcache.cache import BlockManager, BlockTable, Lease, Pin
 from prefixcache.engine.sequence import Sequence, SequenceGroup
 from prefixcache.errors import NotFound
 
@@ -74,15 +74,14 @@ class Registry:
 
     def end(self, sequence: Sequence) -> None:
         """A live sequence ended and is not kept."""
-        del self._entries[sequence.id]
+        self._entries.pop(sequence.id, None)
 
     # ------------------------------------------------------------ kept sequences
 
-    def keep(self, sequence: Sequence) -> None:
-        """A live sequence is about to end: hold its blocks softly for its keep_seconds."""
-        assert sequence.table is not None
-        entry = self._entries[sequence.id]
-        entry.lease = self._manager.lease(sequence.table, len(sequence.tokens))
+    def keep(self, sequence: Sequence, group: SequenceGroup, table: BlockTable) -> None:
+        """A sequence is about to end: hold its blocks softly for its keep_seconds."""
+        entry = self._entries.setdefault(sequence.id, Entry(sequence, group))
+        entry.lease = self._manager.lease(table, len(sequence.tokens))
         self.num_kept += 1
         self.renew(entry)
 

@@ -12,17 +12,19 @@ import numpy as np
 from prefixcache.cache import namespace_key
 from prefixcache.cache.trie import common_tokens
 from prefixcache.config import EngineConfig
+from prefixcache.engine.beam import BeamSearch
 from prefixcache.engine.detokenizer import IncrementalDetokenizer
 from prefixcache.engine.messages import Fork, ForkBranch, Generate, Score, TokenIds
 from prefixcache.engine.philox import derive_key, root_key
 from prefixcache.engine.registry import Entry, Registry
 from prefixcache.engine.sampler import SamplerState
-from prefixcache.engine.sequence import Sequence, SequenceGroup, TokenBuffer, Tokens
+from prefixcache.engine.sequence import Sequence, SequenceGroup, State, TokenBuffer, Tokens
 from prefixcache.engine.sizing import blocks_at_most, check_fits
 from prefixcache.engine.stop import StopChecker, StopStrings
 from prefixcache.errors import InvalidArgument, ResourceExhausted
+from prefixcache.model.config import ModelConfig
 from prefixcache.model.tokenizer import Tokenizer
-from prefixcache.params import SamplingParams
+from prefixcache.params import BeamSearchParams, SamplingParams
 
 _PROMPT_TAIL = 64
 """Tokens of a prompt that the detokenizer looks at: more than any character's bytes need."""
@@ -37,12 +39,14 @@ class RequestBuilder:
         tokenizer: Tokenizer,
         *,
         fingerprint: bytes,
+        model: ModelConfig,
         num_blocks: int,
         max_model_len: int,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
+        self._eos_ids = frozenset(model.eos_token_ids)
         self._num_blocks = num_blocks
         self._max_model_len = max_model_len
         self._arrivals = itertools.count()
@@ -55,12 +59,14 @@ class RequestBuilder:
     # ------------------------------------------------------------ one builder a command
 
     def generate(self, command: Generate) -> SequenceGroup:
-        """A prompt, to be sampled n times."""
+        """A prompt, to be sampled n times, or searched."""
         arrival = next(self._arrivals)
-        params = command.params
         tokens = self._prompt("prompt", command.prompt_token_ids)
-        self._check(tokens, params, "sampling")
         self.check_keep("keep_seconds", command.keep_seconds)
+        if isinstance(command.params, BeamSearchParams):
+            return self._search(command, command.params, tokens, arrival)
+        params = command.params
+        self._check(tokens, params, "sampling")
         sequence = self._sequence(0, tokens, params, self._key(params, arrival), command.cache_salt)
         sequence.keep_seconds = command.keep_seconds
         if params.prompt_logprobs is not None:
@@ -129,7 +135,43 @@ class RequestBuilder:
         sample.keep_seconds = parent.keep_seconds
         return sample
 
+    def hypothesis(self, first: Sequence, index: int, generated: TokenIds) -> Sequence:
+        """A result of a beam search behind the prompt of `first`, as a sequence that has ended."""
+        prompt = first.tokens.view()[: first.num_prompt_tokens]
+        result = self._sequence(index, prompt, first.params, first.stream_key, first.salt)
+        for token in generated:
+            result.tokens.append(token)
+        result.state = State.FINISHED
+        result.keep_seconds = first.keep_seconds
+        result.counts_prompt = index == 0
+        if index == 0:
+            result.id = first.id
+            result.num_cached_tokens = first.num_cached_tokens
+        return result
+
     # ------------------------------------------------------------ parts
+
+    def _search(
+        self, command: Generate, params: BeamSearchParams, tokens: Tokens, arrival: int
+    ) -> SequenceGroup:
+        """A prompt to be searched: its sequence becomes the first beam."""
+        params.validate(self._tokenizer.vocab_size)
+        self._check(tokens, params.as_sampling(), "beam_search")
+        sequence = self._sequence(0, tokens, params.as_sampling(), 0, command.cache_salt)
+        sequence.keep_seconds = command.keep_seconds
+        search = BeamSearch(params, len(sequence.stop_ids))
+        if search.num_candidates > self._tokenizer.vocab_size:
+            raise InvalidArgument(
+                "beam_search.num_beams",
+                f"the search looks at {search.num_candidates} tokens a step, and the vocabulary "
+                f"has {self._tokenizer.vocab_size}",
+            )
+        beams = [len(tokens)] * params.num_beams
+        self._check_room(beams, beams, [sequence.params] * params.num_beams)
+        namespace = self._namespace_of(command.cache_salt, arrival)
+        group = SequenceGroup(command.request_id, [sequence], command.priority, arrival, namespace)
+        group.beam = search
+        return group
 
     def _branch(self, index: int, branch: ForkBranch, parent: Entry) -> Sequence:
         where = f"branches[{index}]"
@@ -169,6 +211,7 @@ class RequestBuilder:
         return Sequence(
             index=index,
             params=params,
+            stop_ids=self._stop_ids(params),
             stream_key=key,
             tokens=TokenBuffer(tokens),
             detokenizer=IncrementalDetokenizer(self._tokenizer, tail, params.skip_special_tokens),
@@ -176,6 +219,10 @@ class RequestBuilder:
             sampler_state=SamplerState(tokens) if SamplerState.needed(params) else None,
             salt=salt,
         )
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own | self._eos_ids
 
     def _key(self, params: SamplingParams, arrival: int) -> int:
         if params.stream_key is not None:

@@ -131,6 +131,26 @@ class Sampler:
             return self._logprobs_on_host(logits, wanted)
         return self._logprobs_on_device(logits, wanted)
 
+    def best_continuations(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], count: int
+    ) -> list[tuple[npt.NDArray[np.float32], Int64Array]]:
+        """The `count` best tokens of each row for a beam search: (logprobs, ids), best first.
+
+        Penalties, bias and bans act on the log-probabilities, as in Hugging Face's `generate`.
+        """
+        scores = _copy_rows(logits, [row.logits_row for row in rows]).cpu()  # [N, V]
+        for values in scores.numpy():
+            np.subtract(values, self._host.log_normalizer(values), out=values)
+        edit_logits(
+            scores,
+            [row.params for row in rows],
+            [row.state for row in rows],
+            [row.banned for row in rows],
+        )
+        allowed = scores.numpy()[:, : self._num_ids]
+        tops = [top_ids(values, count) for values in allowed]
+        return [(values[top], top) for values, top in zip(allowed, tops, strict=True)]
+
     # ------------------------------------------------------------------ drawing
 
     def _distributions(self, logits: torch.Tensor, groups: Sequence[_Group]) -> list[torch.Tensor]:

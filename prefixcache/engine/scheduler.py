@@ -43,12 +43,12 @@ class ScheduledRow:
 class ScheduledStep:
     """The rows of one forward pass, and the block copies to make before it.
 
-    full: a sequence that must end with "length": nothing is left for it to grow into.
+    full: a sequence that must end, and its group: nothing is left for it to grow into.
     """
 
     rows: list[ScheduledRow]
     copies: list[BlockCopy]
-    full: list[Sequence]
+    full: list[tuple[Sequence, SequenceGroup]]
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Scheduler:
         self._watermark = manager.pool.num_blocks // 100
         self._group_of: dict[BlockTable, SequenceGroup] = {}
         self._rows: dict[Sequence, ScheduledRow] = {}
-        self._full: list[Sequence] = []
+        self._full: list[tuple[Sequence, SequenceGroup]] = []
         self._budget = 0
 
     @property
@@ -137,7 +137,7 @@ class Scheduler:
                 last = max(self.running, key=lambda g: g.order)
                 if len(self.running) == 1:
                     if not self._full:  # one a step: what it leaves may be enough for the others
-                        self._full.append(sequence)
+                        self._full.append((sequence, group))
                     return False
                 self._preempt(last)
                 if last is group:
@@ -268,7 +268,6 @@ class Scheduler:
         child.state = State.RUNNING
         child.counted = True
         group.sequences.append(child)
-        group.num_samples -= 1
         self._group_of[child.table] = group
 
     def finish(self, sequence: Sequence, group: SequenceGroup, *, pruned: bool = False) -> None:

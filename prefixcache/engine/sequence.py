@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache.cache import BlockTable, Lease
+from prefixcache.engine.beam import BeamSearch, Floats, Ints
 from prefixcache.engine.detokenizer import IncrementalDetokenizer
-from prefixcache.engine.messages import FinishReason, TokenLogprobs
+from prefixcache.engine.messages import TokenLogprobs, Usage
 from prefixcache.engine.sampler import SamplerState
 from prefixcache.engine.stop import StopChecker
 from prefixcache.params import SamplingParams
@@ -64,6 +65,8 @@ class Sequence:
     num_prompt_tokens: tokens it began with; for a fork all up to the end of the forced
         continuation. fork_position: how many of them came from the parent.
     num_computed: tokens whose forward pass has run, or whose KV was found; reset by preemption.
+    stop_ids: the model's end tokens, unless ignored, and the request's own.
+    beam_candidates: in a beam search, logprobs and ids of the best next tokens.
     logprob_start: first prompt position whose logprob is wanted, or None. Its prompt must be run
         from there on, so only what lies before is looked up.
     counts_prompt: False for samples after the first, whose prompt that one has counted.
@@ -72,6 +75,7 @@ class Sequence:
 
     index: int
     params: SamplingParams
+    stop_ids: frozenset[int]
     stream_key: int
     tokens: TokenBuffer
     detokenizer: IncrementalDetokenizer
@@ -99,15 +103,40 @@ class Sequence:
     num_cached_tokens: int = 0
     num_forked_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    beam_candidates: tuple[Floats, Ints] | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
+
+    def branch(self) -> "Sequence":
+        """Another beam with the same past: prompt, output and text state."""
+        state = self.sampler_state
+        child = Sequence(
+            index=self.index,
+            params=self.params,
+            stop_ids=self.stop_ids,
+            stream_key=self.stream_key,
+            tokens=self.tokens.copy(),
+            detokenizer=self.detokenizer.fork(),
+            stop=self.stop.fork(),
+            sampler_state=None if state is None else state.copy(),
+            salt=self.salt,
+        )
+        child.num_prompt_tokens = self.num_prompt_tokens
+        child.announced = True  # the search was, under its first beam
+        return child
 
     @property
     def num_generated(self) -> int:
         """Tokens sampled so far."""
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens by source; samples of one prompt count it once, at index 0."""
+        prompt = self.num_prompt_tokens if self.counts_prompt else 0
+        cached, forked = self.num_cached_tokens, self.num_forked_tokens
+        return Usage(prompt, cached, forked, prompt - cached - forked, self.num_generated)
 
     @property
     def next_logprob_position(self) -> int | None:
@@ -131,7 +160,8 @@ class SequenceGroup:
 
     priority: lower is more urgent. arrival: order among equals, kept through preemption.
     num_samples: branches of the prompt that will be sampled; the first sequence runs the prompt,
-    the others are forked from it when it is done.
+    the others are forked from it when it is done. beam: the search that the sequences serve, whose
+    `live` ones are its running beams in order. first: the sequence that ran the prompt.
     """
 
     request_id: str
@@ -141,6 +171,11 @@ class SequenceGroup:
     namespace: bytes
     num_samples: int = 1
     is_fork: bool = False
+    beam: BeamSearch | None = None
+    first: Sequence = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = self.sequences[0]
 
     @property
     def order(self) -> tuple[int, int]:
@@ -161,5 +196,7 @@ class SequenceGroup:
 
     @property
     def num_branches(self) -> int:
-        """Rows that the group takes in a step, those still to be forked included."""
+        """Rows that the group may take in a step, those still to be forked included."""
+        if self.beam is not None:
+            return self.beam.params.num_beams
         return len(self.live) + self.num_samples - 1

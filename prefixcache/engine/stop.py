@@ -65,6 +65,12 @@ class StopChecker:
         self._held = text[ready:]
         return StopResult(text[:ready], None)
 
+    def fork(self) -> "StopChecker":
+        """A checker of its own that has seen the same text."""
+        child = StopChecker(self._stops)
+        child._reached, child._held = self._reached.copy(), self._held
+        return child
+
     def flush(self) -> str:
         """The text held back, once no more will come."""
         text, self._held = self._held, ""
