@@ -125,13 +125,16 @@ class Decoder:
         Raises:
             ValueError: a field of `step` has a wrong shape or range; nothing was written.
         """
-        hidden = self.hidden(step, kv_cache)
-        rows = torch.from_numpy(step.logits_rows).to(hidden.device, torch.int64)
-        return self._lm_head(hidden[rows]).float()
+        rows = torch.from_numpy(step.logits_rows).to(self._rope.device, torch.int64)
+        return self._lm_head(self._run(step, kv_cache, rows)).float()
 
     @torch.inference_mode()
     def hidden(self, step: StepInput, kv_cache: KVCache) -> Tensor:
         """Run a step and return its last hidden states after the final norm, [T, hidden_size]."""
+        return self._run(step, kv_cache, None)
+
+    def _run(self, step: StepInput, kv_cache: KVCache, rows: Tensor | None) -> Tensor:
+        """Hidden states of `rows`, int64 [R], or of all; the last layer leaves out the others."""
         check_step(step, kv_cache.block_size, kv_cache.num_blocks, self.config.vocab_size)
         if step.positions.size and int(step.positions.max()) >= self.max_model_len:
             raise ValueError(f"positions: must be below max_model_len {self.max_model_len}")
@@ -147,6 +150,8 @@ class Decoder:
         ):
             q = run.rope_write_kv(layer.qkv(x), plan, keys, values, layer.qk_norm)
             attended = run.paged_attention(q, keys, values, plan, layer.window)
+            if layer is self._layers[-1] and rows is not None:
+                attended, residual = attended[rows], residual[rows]  # [R, …]
             x = run.add_rms_norm(layer.output(attended), residual, layer.post_norm, eps)
             mlp = layer.down(run.silu_mul(layer.gate_up(x)))
             x = run.add_rms_norm(mlp, residual, next_norm, eps)

@@ -78,7 +78,7 @@ class CpuLinear:
         _require_rows(x, "x")
         rows, threads = x.shape[0], torch.get_num_threads()
         y = torch.empty(rows, self.out_features)
-        scratch = self._library.linear_scratch(rows, self.in_features, threads)
+        scratch = self._library.linear_scratch(rows, self.in_features)
         memory = self._scratch.pointer(scratch)
         for part in self._parts:
             self._library.linear(

@@ -70,7 +70,7 @@ class Library:
         self.linear_bytes = dll.prefixcache_linear_bytes
         self.linear_bytes.argtypes, self.linear_bytes.restype = [c_int, size, size], size
         self.linear_scratch = dll.prefixcache_linear_scratch
-        self.linear_scratch.argtypes, self.linear_scratch.restype = [size, size, c_int], size
+        self.linear_scratch.argtypes, self.linear_scratch.restype = [size, size], size
         self.linear_pack = dll.prefixcache_linear_pack
         self.linear_pack.argtypes = [c_int, pointer, size, size, size, pointer, c_int]
         self.linear_rows = dll.prefixcache_linear_rows

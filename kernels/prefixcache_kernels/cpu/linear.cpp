@@ -6,8 +6,8 @@
 // weight is expanded to float32 exactly: d and m have 11 bits, q at most 8.
 //
 // Layout: outputs in tiles of 32, each tile's k side by side, so that one load takes 32 outputs.
-// Up to kFewRows rows, weights are expanded in registers; above, a tile is expanded once into a
-// buffer that stays in the second-level cache while panels of rows sweep over it.
+// Up to kFewRows rows, weights are expanded in registers; above, a segment of a tile is expanded once
+// into a buffer that stays in the first-level cache while panels of rows sweep over it.
 
 #include <omp.h>
 
@@ -22,8 +22,8 @@ using simd::kVectors;
 
 namespace {
 
-constexpr int kSegment = 128;  // a multiple of every block
-constexpr int kFewRows = 8;
+constexpr int64_t kSegment = 128;  // a multiple of every block
+constexpr int kFewRows = 5;
 constexpr int kPanel = kLanes == 16 ? 12 : 3;  // rows whose sums stay in registers
 constexpr int kChunk = 10 * kPanel;            // rows that stay in cache while tiles go by
 
@@ -123,18 +123,18 @@ struct Output {
   const float* bias;  // of the tile, or null
 };
 
-template <int R>
-void store_rows(F (&sum)[R][kVectors], const Output& out) {
+// Rows of sums, kTile side by side, plus bias into y. (Adding a zero bias would turn -0 into +0,
+// which no row can see, so there is no second path.)
+void store_rows(int rows, const float* total, const Output& out) {
   for (int v = 0; v < kVectors; v++) {
     const int n = std::min(kLanes, out.columns - v * kLanes);
     if (n <= 0) return;
     const F bias = out.bias ? simd::load_part(out.bias + v * kLanes, n) : simd::zero();
-    for (int r = 0; r < R; r++) {
-      // Adding a zero would turn -0 into +0, which no row can see, so there is no second path.
-      const F total = simd::add(sum[r][v], bias);
+    for (int r = 0; r < rows; r++) {
+      const F sum = simd::add(simd::load(total + r * kTile + v * kLanes), bias);
       float* to = out.y + r * out.stride + v * kLanes;
-      if (n == kLanes) simd::store(to, total);
-      else simd::store_part(to, total, n);
+      if (n == kLanes) simd::store(to, sum);
+      else simd::store_part(to, sum, n);
     }
   }
 }
@@ -145,41 +145,41 @@ inline void clear(F (&sum)[R][kVectors]) {
     for (int v = 0; v < kVectors; v++) sum[r][v] = simd::zero();
 }
 
-// R rows of x (element (r, k) at x[r * row + k * step]) times one tile.
+// Add to R rows of totals one segment: `depth` rows of a tile times x, whose element (r, k) is at
+// x[r * row + k * step].
 template <class Format, int R>
 void multiply(const float* x, int64_t row, int64_t step, int64_t depth, const uint8_t* tile,
-              const Output& out) {
-  F sum[R][kVectors], total[R][kVectors];
-  clear<R>(total);
-  for (int64_t from = 0; from < depth; from += kSegment) {
-    clear<R>(sum);
-    const int64_t to = std::min<int64_t>(depth, from + kSegment);
-    for (int64_t k = from; k < to; k += Format::kBlock, tile += Format::kBytes) {
-      const auto scale = Format::scale(tile);
-      for (int i = 0; i < Format::kBlock; i++, x += step) {
-        F w[kVectors];
-        Format::weights(tile, i, scale, w);
+              float* total) {
+  F sum[R][kVectors];
+  clear<R>(sum);
+  for (int64_t k = 0; k < depth; k += Format::kBlock, tile += Format::kBytes) {
+    const auto scale = Format::scale(tile);
+    for (int i = 0; i < Format::kBlock; i++, x += step) {
+      F w[kVectors];
+      Format::weights(tile, i, scale, w);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-          const F a = simd::set1(x[r * row]);
+      for (int r = 0; r < R; r++) {
+        const F a = simd::set1(x[r * row]);
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; v++) sum[r][v] = simd::fma(a, w[v], sum[r][v]);
-        }
+        for (int v = 0; v < kVectors; v++) sum[r][v] = simd::fma(a, w[v], sum[r][v]);
       }
     }
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < kVectors; v++) total[r][v] = simd::add(total[r][v], sum[r][v]);
   }
-  store_rows<R>(total, out);
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < kVectors; v++) {
+      float* to = total + r * kTile + v * kLanes;
+      simd::store(to, simd::add(simd::load(to), sum[r][v]));
+    }
 }
 
 template <class Format, int R>
 void multiply_rows(int rows, const float* x, int64_t row, int64_t step, int64_t depth,
-                   const uint8_t* tile, const Output& out) {
-  if (rows == R) return multiply<Format, R>(x, row, step, depth, tile, out);
-  if constexpr (R > 1) multiply_rows<Format, R - 1>(rows, x, row, step, depth, tile, out);
+                   const uint8_t* tile, float* total) {
+  if (rows == R) return multiply<Format, R>(x, row, step, depth, tile, total);
+  if constexpr (R > 1) multiply_rows<Format, R - 1>(rows, x, row, step, depth, tile, total);
 }
 
+// Expand `depth` rows of a tile to float32.
 template <class Format>
 void expand(const uint8_t* tile, int64_t depth, float* to) {
   for (int64_t k = 0; k < depth; k += Format::kBlock, tile += Format::kBytes) {
@@ -217,44 +217,82 @@ struct Work {
 };
 
 template <class Format>
+constexpr int64_t segment_bytes() {
+  return kSegment / Format::kBlock * (int64_t)Format::kBytes;
+}
+
+template <class Format>
 void few_rows(const Work& w) {
   const int64_t bytes = w.depth / Format::kBlock * Format::kBytes;
 #pragma omp parallel for schedule(static) num_threads(w.threads)
-  for (int64_t tile = 0; tile < w.tile_count(); tile++)
-    multiply_rows<Format, kFewRows>((int)w.rows, w.x, w.depth, 1, w.depth, w.tiles + tile * bytes,
-                                    w.output(tile, 0));
+  for (int64_t tile = 0; tile < w.tile_count(); tile++) {
+    float total[kFewRows * kTile] = {};
+    const uint8_t* weights = w.tiles + tile * bytes;
+    for (int64_t k = 0; k < w.depth; k += kSegment, weights += segment_bytes<Format>())
+      multiply_rows<Format, kFewRows>((int)w.rows, w.x + k, w.depth, 1, std::min(kSegment, w.depth - k),
+                                      weights, total);
+    store_rows((int)w.rows, total, w.output(tile, 0));
+  }
+}
+
+// Rows in panels of equal size (but for the last), panels in chunks.
+struct Panels {
+  int64_t rows, count, size, in_chunk, chunks;
+
+  explicit Panels(int64_t rows_) : rows(rows_) {
+    count = (rows + kPanel - 1) / kPanel;
+    size = (rows + count - 1) / count;
+    count = (rows + size - 1) / size;
+    in_chunk = kChunk / size;
+    chunks = (count + in_chunk - 1) / in_chunk;
+  }
+  int height(int64_t panel) const { return (int)std::min(size, rows - panel * size); }
+};
+
+// One tile for one chunk of rows, segment by segment: the expanded segment and the totals stay in
+// the first-level cache.
+template <class Format>
+void chunk_tile(const Work& w, const Panels& panels, int64_t chunk, int64_t tile, const float* packed) {
+  alignas(64) float expanded[kSegment * kTile], total[kChunk * kTile];
+  const int64_t begin = chunk * panels.in_chunk;
+  const int64_t end = std::min(panels.count, begin + panels.in_chunk);
+  std::fill(total, total + (end - begin) * panels.size * kTile, 0.0f);
+  const uint8_t* weights = w.tiles + tile * (w.depth / Format::kBlock * Format::kBytes);
+  for (int64_t k = 0; k < w.depth; k += kSegment, weights += segment_bytes<Format>()) {
+    const int64_t depth = std::min(kSegment, w.depth - k);
+    const uint8_t* dense = weights;
+    // Tiles follow each other in memory. Asking for the next segment now hides its latency behind
+    // the panels; the processor's own prefetching gives up between two short bursts.
+    for (int64_t i = 0; i < segment_bytes<Format>(); i += 64)
+      __builtin_prefetch(weights + segment_bytes<Format>() + i);
+    if constexpr (Format::kBytes != Float32::kBytes || Format::kBlock != 1) {
+      expand<Format>(weights, depth, expanded);
+      dense = (const uint8_t*)expanded;
+    }
+    for (int64_t p = begin; p < end; p++) {
+      const int rows = panels.height(p);
+      const float* x = packed + p * panels.size * w.depth + k * rows;
+      multiply_rows<Float32, kPanel>(rows, x, 1, rows, depth, dense,
+                                     total + (p - begin) * panels.size * kTile);
+    }
+  }
+  const int64_t first = begin * panels.size;
+  store_rows((int)(std::min(w.rows, end * panels.size) - first), total, w.output(tile, first));
 }
 
 template <class Format>
 void many_rows(const Work& w) {
-  const int64_t bytes = w.depth / Format::kBlock * Format::kBytes;
-  const int64_t panels = (w.rows + kPanel - 1) / kPanel;
-  const int64_t size = (w.rows + panels - 1) / panels;  // rows of a panel, evenly
-  const int64_t in_chunk = kChunk / size;               // panels of a chunk
-  const int64_t chunks = (panels + in_chunk - 1) / in_chunk;
+  const Panels panels(w.rows);
   float* packed = w.scratch;
 #pragma omp parallel num_threads(w.threads)
   {
-    float* expanded = packed + w.rows * w.depth + omp_get_thread_num() * kTile * w.depth;
 #pragma omp for schedule(static)
-    for (int64_t p = 0; p < panels; p++) {
-      const int rows = (int)std::min(size, w.rows - p * size);
-      if (rows > 0) pack(w.x + p * size * w.depth, w.depth, rows, w.depth, packed + p * size * w.depth);
-    }
+    for (int64_t p = 0; p < panels.count; p++)
+      pack(w.x + p * panels.size * w.depth, w.depth, panels.height(p), w.depth,
+           packed + p * panels.size * w.depth);
 #pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < chunks * w.tile_count(); unit++) {
-      const int64_t chunk = unit / w.tile_count(), tile = unit % w.tile_count();
-      const uint8_t* weights = w.tiles + tile * bytes;
-      if constexpr (Format::kBytes != Float32::kBytes || Format::kBlock != 1) {
-        expand<Format>(weights, w.depth, expanded);
-        weights = (const uint8_t*)expanded;
-      }
-      for (int64_t p = chunk * in_chunk; p < std::min(panels, (chunk + 1) * in_chunk); p++) {
-        const int rows = (int)std::min(size, w.rows - p * size);
-        multiply_rows<Float32, kPanel>(rows, packed + p * size * w.depth, 1, rows, w.depth, weights,
-                                       w.output(tile, p * size));
-      }
-    }
+    for (int64_t unit = 0; unit < panels.chunks * w.tile_count(); unit++)
+      chunk_tile<Format>(w, panels, unit / w.tile_count(), unit % w.tile_count(), packed);
   }
 }
 
@@ -340,8 +378,8 @@ int64_t prefixcache_linear_bytes(int kind, int64_t outputs, int64_t depth) {
 }
 
 // Floats of scratch that a product of so many rows needs.
-int64_t prefixcache_linear_scratch(int64_t rows, int64_t depth, int threads) {
-  return rows <= kFewRows ? 0 : rows * depth + threads * kTile * depth;
+int64_t prefixcache_linear_scratch(int64_t rows, int64_t depth) {
+  return rows <= kFewRows ? 0 : rows * depth;
 }
 
 // Pack rows [outputs, row_bytes] in their file format.
