@@ -56,7 +56,7 @@ def _attend(  # noqa: PLR0917
     window: int | None = None,
 ) -> Tensor:
     kernels = kernels_of(backend)
-    work = plan_step(step, pool[0].shape[-1], [window])
+    work = plan_step(step, pool[0].shape[-1], [window], kernels.run_rows)
     plan = kernels.prepare(work, heads, torch.zeros(4096, heads.dim))
     out = kernels.paged_attention(q.flatten(1), *pool, plan, window)
     return out.view(len(q), heads.query, heads.dim)
@@ -106,7 +106,6 @@ def test_a_rows_bits_do_not_depend_on_the_batch_the_chunks_or_the_block_order(
     other_q, other_k, other_v = _tokens(40, heads, seed=9)
     other = [i for i in range(blocks, 4 * blocks) if i not in moved][:3]
     _store(pool, other_k, other_v, other)
-    threads = torch.get_num_threads()
     try:
         for first, end, workers in (
             (0, 1, 1),
@@ -128,7 +127,27 @@ def test_a_rows_bits_do_not_depend_on_the_batch_the_chunks_or_the_block_order(
             for at in (1, 1 + rows, 3 + 2 * rows):
                 assert torch.equal(out[at : at + rows], whole[first:end]), (first, end, at)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_runs_and_groups_give_the_same_bits(window: int | None) -> None:
+    heads, size = Heads(9, 3, 64), 16
+    q, k, v = _tokens(300, heads)
+    ids = list(range(19))
+    pool = _pool(19, heads, size)
+    _store(pool, k, v, ids)
+    kernels, outs = kernels_of("cpu"), []
+    for run_rows in (None, 1, 200):
+        step = rows_step([(300, 300), (1, 300), (7, 260)], [ids] * 3, size)
+        work = plan_step(step, size, [window], run_rows)
+        assert len(work.groups[window].runs) == {None: 0, 1: 3, 200: 1}[run_rows]
+        plan = kernels.prepare(work, heads, torch.zeros(512, 64))
+        rows = torch.cat((q, q[299:], q[253:260])).flatten(1)
+        outs.append(kernels.paged_attention(rows, *pool, plan, window))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[0][300], outs[0][299])
 
 
 @every_backend

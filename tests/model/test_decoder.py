@@ -1,5 +1,7 @@
 """The decoder against transformers, and the bits of its logits."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other crawl where other processes want the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -145,7 +156,6 @@ def test_bits_do_not_depend_on_how_a_prompt_is_served(
     tokens, other = served.tokens(170), served.tokens(60, seed=1)
     expected = served.run((tokens, 0, list(range(11))))
     rng = np.random.default_rng(2)
-    threads = torch.get_num_threads()
     try:
         for workers in (1, 2, 3):
             torch.set_num_threads(workers)
@@ -164,7 +174,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_served(
                 assert torch.equal(logits[-size:], expected[done : done + size]), (workers, done)
                 done += size
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
 
 
 @every_backend
@@ -198,6 +208,18 @@ def test_the_self_test_names_what_differs(tmp_path: Path) -> None:
     assert check_batch_invariance(served.decoder).failures == (
         "16 sequences at once: other bits than one alone",
     )
+
+
+@every_backend
+def test_logits_come_for_the_rows_asked_for(backend: str, tmp_path: Path) -> None:
+    served = Served(write_checkpoint(tmp_path), backend)
+    step = served.step((served.tokens(30), 0, [3, 4]), (served.tokens(9, 1), 0, [5]))
+    every = served.decoder.forward(step, served.cache)
+    for rows in ([29, 38], [38, 0, 0], []):
+        some = replace(step, logits_rows=np.array(rows, np.int32))
+        logits = served.decoder.forward(some, served.cache)
+        assert logits.shape == (len(rows), served.config.vocab_size)
+        assert torch.equal(logits, every[rows])
 
 
 @every_backend
