@@ -1,0 +1,134 @@
+"""The Triton backend: `backend.Kernels` on the kernels of this folder.
+
+Owns the choice of tiles for a device; keeps nothing from one step to the next.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from prefixcache_kernels import reference
+from prefixcache_kernels.backend import Heads, Linear, Weight
+from prefixcache_kernels.triton_backend import rows, write_kv
+from prefixcache_kernels.triton_backend.attention_work import Policy
+from prefixcache_kernels.triton_backend.launch import (
+    FLOATS,
+    interpreted,
+    persistent_programs,
+    require,
+)
+from prefixcache_kernels.triton_backend.linear import InvariantLinear
+from prefixcache_kernels.triton_backend.paged_attention import paged_attention, tile_of
+from prefixcache_kernels.triton_backend.plan import TritonPlan
+from prefixcache_kernels.work import SPAN, StepWork
+
+
+class TritonKernels:
+    """Triton on CUDA and ROCm devices; on the CPU in Triton's interpreter, for tests.
+
+    With `batch_invariant` linear layers run in one tile for each shape, as attention always does;
+    without it they are the device library's, whose bits change with the number of rows.
+    """
+
+    name = "triton"
+    run_rows: int | None = 16
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool = True,
+        span: int = SPAN,
+    ) -> None:
+        """span: tokens in a span, the planner's.
+
+        Raises:
+            ValueError: a device or dtype that the kernels do not serve.
+        """
+        served = device.type == "cuda" or interpreted()
+        require(served, "device", f"{device}: needs a GPU, or TRITON_INTERPRET=1 before the import")
+        require(dtype in FLOATS, "dtype", f"{dtype} is not served")
+        self.batch_invariant = batch_invariant
+        self.span = span
+        self._device = device
+        self._dtype = dtype
+        self._shared_kib = shared_kib(device)
+
+    def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> Linear:
+        """See `Kernels.linear`."""
+        parts = [w.dense() for w in weights]
+        dense = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self.batch_invariant:
+            return InvariantLinear(dense, bias, self._shared_kib)
+        return reference.PlainLinear(dense, bias)
+
+    def embedding(self, weight: Weight, tied: Linear | None) -> Callable[[Tensor], Tensor]:
+        """See `Kernels.embedding`."""
+        table = tied.weight if isinstance(tied, InvariantLinear) else weight.dense()
+        return lambda ids: table[ids]
+
+    def policy(self, heads: Heads) -> Policy:
+        """Return how a step is cut into items; no result depends on it."""
+        tile = tile_of(heads, self._dtype, self._shared_kib)
+        busy = -(-persistent_programs(self._device) // heads.kv)
+        slots = (256 << 20) // (4 * heads.query * heads.dim)  # 256 MiB of partials
+        return Policy(tile.rows(heads.query // heads.kv), min_runs=busy, max_slots=slots)
+
+    def prepare(self, work: StepWork, heads: Heads, rope_table: Tensor) -> TritonPlan:
+        """See `Kernels.prepare`.
+
+        Raises:
+            ValueError: naming the field of `work` that does not hold together.
+        """
+        policy = self.policy(heads)
+        return TritonPlan.of(work, heads=heads, angles=rope_table, span=self.span, policy=policy)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        return rows.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.add_rms_norm`."""
+        return rows.add_rms_norm(x, residual, weight, eps)
+
+    def rope_write_kv(
+        self,
+        qkv: Tensor,
+        plan: TritonPlan,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        qk_norm: tuple[Tensor, Tensor, float] | None,
+    ) -> Tensor:
+        """See `Kernels.rope_write_kv`.
+
+        Raises:
+            ValueError: naming the argument; among others, a slot beyond the cache.
+        """
+        size, slots = k_cache.shape[-1], k_cache.shape[0] * k_cache.shape[-1]
+        require(size == plan.block_size, "k_cache", f"blocks must have {plan.block_size} slots")
+        require(plan.highest_slot < slots, "slots", f"{plan.highest_slot} in a cache of {slots}")
+        return write_kv.rope_write_kv(
+            qkv, k_cache, v_cache, plan.positions, plan.slots, plan.angles, plan.heads, qk_norm
+        )
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, window: int | None
+    ) -> Tensor:
+        """See `Kernels.paged_attention`."""
+        tile = tile_of(plan.heads, q.dtype, self._shared_kib)
+        return paged_attention(q, k_cache, v_cache, plan.attention(window), tile)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Kernels.silu_mul`."""
+        return rows.silu_mul(gate_up)
+
+
+def shared_kib(device: torch.device) -> int:
+    """Shared memory that one program may have on a device, in KiB."""
+    if device.type != "cuda":
+        return 227
+    properties = torch.cuda.get_device_properties(device)
+    limit = getattr(properties, "shared_memory_per_block_optin", 64 << 10)  # not told on ROCm
+    return int(limit) >> 10

@@ -1,0 +1,254 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: PLR0917 (a kernel's parameters are its arrays, strides and sizes)
+"""New keys and values into their slots, alone or fused with the rotation that comes before.
+
+    write_kv:       K[slot // size, h, :, slot % size] ← k[t, h, :], V alike; slot = slots[t] ≥ 0
+    rope_write_kv:  q, k, v = split(qkv[t]);  q, k ← rope(norm(q)), rope(norm(k));  write_kv(k, v)
+    rope:           (x_i, x_{i + D/2}) turned by the angle of position t   (arXiv 2104.09864)
+
+Owns these two kernels. A slot of -1 writes nothing. Slots are int64 from the start, so a block's
+address is a product of 64 bits. Rotation and norm (Qwen3) run in float32 and round once.
+Twins: `reference.write_kv`, `reference.rope`, `reference.rms_norm`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prefixcache_kernels.backend import Heads
+from prefixcache_kernels.triton_backend.launch import FLOATS, Launch, check, pad, require
+
+
+@triton.jit
+def _write_kv(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slots,
+    stride_k,
+    stride_v,
+    k_block,
+    k_head,
+    k_dim,
+    k_slot,
+    v_block,
+    v_head,
+    v_dim,
+    v_slot,
+    size: tl.constexpr,
+    dim: tl.constexpr,
+    block_d: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    d = tl.arange(0, block_d)
+    live = d < tl.where(slot >= 0, dim, 0)
+    block, offset = slot // size, slot % size
+    key = tl.load(k + row * stride_k + head * dim + d, mask=live, other=0.0)
+    value = tl.load(v + row * stride_v + head * dim + d, mask=live, other=0.0)
+    k_place = k_cache + block * k_block + head * k_head + d * k_dim + offset * k_slot
+    v_place = v_cache + block * v_block + head * v_head + d * v_dim + offset * v_slot
+    tl.store(k_place, key.to(k_cache.dtype.element_ty), mask=live)
+    tl.store(v_place, value.to(v_cache.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _rope_write_kv(
+    qkv,
+    q_out,
+    k_cache,
+    v_cache,
+    positions,
+    slots,
+    angles,
+    q_weight,
+    k_weight,
+    eps,
+    k_block,
+    k_head,
+    k_dim,
+    k_slot,
+    v_block,
+    v_head,
+    v_dim,
+    v_slot,
+    size: tl.constexpr,
+    q_heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    norm: tl.constexpr,
+    block_h: tl.constexpr,
+):
+    """One program a (row, head of Q, K or V); block_h lanes hold each half of the head."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    half: tl.constexpr = dim // 2
+    i = tl.arange(0, block_h)
+    live = i < half
+    source = qkv + row * ((q_heads + 2 * kv_heads) * dim) + head * dim + i
+    low = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(source + half, mask=live, other=0.0).to(tl.float32)
+    slot = tl.load(slots + row)
+    block, offset = slot // size, slot % size
+    writes = i < tl.where(slot >= 0, half, 0)
+    if head < q_heads + kv_heads:
+        if norm:
+            weight = k_weight
+            if head < q_heads:
+                weight = q_weight
+            scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / dim + eps)
+            low *= scale * tl.load(weight + i, mask=live, other=0.0).to(tl.float32)
+            high *= scale * tl.load(weight + half + i, mask=live, other=0.0).to(tl.float32)
+        angle = angles + tl.maximum(tl.load(positions + row), 0).to(tl.int64) * dim + i
+        cos = tl.load(angle, mask=live, other=0.0)
+        sin = tl.load(angle + half, mask=live, other=0.0)
+        turned = tl.fma(low, cos, -(high * sin))
+        high = tl.fma(high, cos, low * sin)
+        low = turned
+    if head < q_heads:
+        q_place = q_out + row * (q_heads * dim) + head * dim + i
+        tl.store(q_place, low.to(q_out.dtype.element_ty), mask=live)
+        tl.store(q_place + half, high.to(q_out.dtype.element_ty), mask=live)
+    elif head < q_heads + kv_heads:
+        k_place = k_cache + block * k_block + (head - q_heads) * k_head + offset * k_slot
+        tl.store(k_place + i * k_dim, low.to(k_cache.dtype.element_ty), mask=writes)
+        tl.store(k_place + (half + i) * k_dim, high.to(k_cache.dtype.element_ty), mask=writes)
+    else:
+        v_base = v_cache + block * v_block + (head - q_heads - kv_heads) * v_head
+        v_place = v_base + offset * v_slot
+        tl.store(v_place + i * v_dim, low.to(v_cache.dtype.element_ty), mask=writes)
+        tl.store(v_place + (half + i) * v_dim, high.to(v_cache.dtype.element_ty), mask=writes)
+
+
+def check_caches(k_cache: Tensor, v_cache: Tensor, heads: Heads, device: torch.device) -> None:
+    """Check K [blocks, kv_heads, D, size] and V [blocks, kv_heads, size, D], of any strides.
+
+    Raises:
+        ValueError: naming the cache.
+    """
+    blocks, size = k_cache.shape[0], k_cache.shape[-1]
+    for cache, name, shape in (
+        (k_cache, "k_cache", (blocks, heads.kv, heads.dim, size)),
+        (v_cache, "v_cache", (blocks, heads.kv, size, heads.dim)),
+    ):
+        require(tuple(cache.shape) == shape, name, f"shape must be {shape}, not {cache.shape}")
+        require(cache.dtype in FLOATS, name, f"dtype {cache.dtype} is not served")
+        within = sum(
+            (n - 1) * stride for n, stride in zip(shape[2:], cache.stride()[2:], strict=True)
+        )
+        require(
+            within < 2**31, name, "the slots of one head of a block lie over 2^31 elements apart"
+        )
+        require(cache.device == device, name, f"must be on {device}, not on {cache.device}")
+    require(v_cache.dtype == k_cache.dtype, "v_cache", "dtype must be k_cache's")
+    require(size & (size - 1) == 0, "k_cache", f"block size must be a power of two, not {size}")
+
+
+def cache_strides(k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
+    """Return the strides of block, head, dim and slot, by the kernels' parameter names."""
+    k_block, k_head, k_dim, k_slot = k_cache.stride()
+    v_block, v_head, v_slot, v_dim = v_cache.stride()
+    keys = {"k_block": k_block, "k_head": k_head, "k_dim": k_dim, "k_slot": k_slot}
+    return {**keys, "v_block": v_block, "v_head": v_head, "v_dim": v_dim, "v_slot": v_slot}
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Scatter K and V, [T, kv_heads · D] each, to their slots.
+
+    k_cache: [blocks, kv_heads, D, size]; v_cache: [blocks, kv_heads, size, D]; any strides.
+    slots: int64 [T], block · size + offset; -1 writes nothing. They are on the device, so their
+    range is the caller's promise (`TritonPlan` checks what it is made of).
+
+    Raises:
+        ValueError: naming the argument with a wrong shape, dtype, device or stride.
+    """
+    heads = Heads(k_cache.shape[1], k_cache.shape[1], v_cache.shape[-1])
+    check_caches(k_cache, v_cache, heads, k.device)
+    width = heads.kv * heads.dim
+    check(k, "k", (None, width), FLOATS, k.device)
+    check(v, "v", (k.shape[0], width), (k.dtype,), k.device)
+    check(slots, "slots", (k.shape[0],), (torch.int64,), k.device)
+    write_launch(k, v, k_cache, v_cache, slots).run()
+
+
+def write_launch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Launch:
+    """Return the launch of checked arguments."""
+    dim = v_cache.shape[-1]
+    arguments = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
+    rows = {"stride_k": k.stride(0), "stride_v": v.stride(0)}
+    return Launch(
+        _write_kv,
+        (k.shape[0], k_cache.shape[1]),
+        {**arguments, **rows, **cache_strides(k_cache, v_cache)},
+        {"size": k_cache.shape[-1], "dim": dim, "block_d": pad(dim)},
+        num_warps=1,
+    )
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    angles: Tensor,
+    heads: Heads,
+    qk_norm: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """Normalise (Qwen3) and rotate Q and K, write K and V to their slots, return Q.
+
+    Args:
+        qkv: [T, (query + 2 · kv) · D], contiguous.
+        k_cache, v_cache, slots: see `write_kv`.
+        positions: int32 [T]; negative ones (padding) turn by position 0.
+        angles: float32 [longest, D], cosines then sines of D/2 angles; positions are below longest.
+        heads: numbers of heads and their even size D.
+        qk_norm: weights [D] of the norms of Q and K, and eps.
+
+    Returns:
+        [T, query · D], contiguous.
+
+    Raises:
+        ValueError: naming the argument with a wrong shape, dtype, device or stride.
+    """
+    tokens, device = qkv.shape[0], qkv.device
+    check(qkv, "qkv", (None, (heads.query + 2 * heads.kv) * heads.dim), FLOATS, device)
+    require(qkv.is_contiguous(), "qkv", "must be contiguous")
+    require(heads.dim % 2 == 0, "heads", f"rotation needs an even head size, not {heads.dim}")
+    check_caches(k_cache, v_cache, heads, device)
+    check(positions, "positions", (tokens,), (torch.int32,), device)
+    check(slots, "slots", (tokens,), (torch.int64,), device)
+    check(angles, "angles", (None, heads.dim), (torch.float32,), device)
+    require(angles.is_contiguous(), "angles", "must be contiguous")
+    for weight in qk_norm[:2] if qk_norm else ():
+        check(weight, "qk_norm", (heads.dim,), (qkv.dtype,), device)
+    q = torch.empty((tokens, heads.query * heads.dim), dtype=qkv.dtype, device=device)
+    rope_launch(qkv, q, k_cache, v_cache, positions, slots, angles, heads, qk_norm).run()
+    return q
+
+
+def rope_launch(
+    qkv: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    angles: Tensor,
+    heads: Heads,
+    qk_norm: tuple[Tensor, Tensor, float] | None,
+) -> Launch:
+    """Return the launch of checked arguments."""
+    q_weight, k_weight, eps = qk_norm or (qkv, qkv, 0.0)
+    tensors = {"qkv": qkv, "q_out": q, "k_cache": k_cache, "v_cache": v_cache}
+    rows = {"positions": positions, "slots": slots, "angles": angles}
+    norms = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
+    sizes = {"size": k_cache.shape[-1], "q_heads": heads.query, "kv_heads": heads.kv}
+    return Launch(
+        _rope_write_kv,
+        (qkv.shape[0], heads.query + 2 * heads.kv),
+        {**tensors, **rows, **norms, **cache_strides(k_cache, v_cache)},
+        {**sizes, "dim": heads.dim, "norm": qk_norm is not None, "block_h": pad(heads.dim // 2)},
+        num_warps=1,
+    )
