@@ -1,0 +1,133 @@
+"""New K and V into their slots, alone and behind norm and rotation."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from prefixcache_kernels import Heads, reference
+from prefixcache_kernels.triton_backend import write_kv
+from tests.kernels.triton_cases.inputs import DEVICE, Pool, assert_close, every_dtype, noise
+
+SIZES = [(Heads(9, 3, 64), 16), (Heads(2, 2, 80), 8), (Heads(4, 1, 20), 128), (Heads(1, 1, 96), 1)]
+SLOTS = [37, -1, 0, 5, 63, -1, 38]
+
+
+def _equal(ours: Pool, keys: Tensor, values: Tensor) -> None:
+    torch.testing.assert_close(ours.keys, keys, equal_nan=True, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(ours.values, values, equal_nan=True, rtol=0, atol=0)
+
+
+def _twin(pool: Pool, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = pool.keys.clone(), pool.values.clone()
+    live = slots >= 0
+    places = slots[live] // pool.size, slots[live] % pool.size
+    reference.write_kv(k[live], v[live], keys, values, *places)
+    return keys, values
+
+
+@every_dtype
+@pytest.mark.parametrize(("heads", "size"), SIZES, ids=str)
+def test_write_kv_equals_its_twin_and_minus_one_writes_nothing(
+    dtype: torch.dtype, heads: Heads, size: int
+) -> None:
+    pool = Pool.empty(-(-64 // size), heads, size, dtype)
+    slots = torch.tensor(SLOTS, device=DEVICE)
+    k, v = (noise(len(slots), heads.kv, heads.dim, dtype=dtype, seed=i) for i in (0, 1))
+    keys, values = _twin(pool, k, v, slots)
+    write_kv.write_kv(k.flatten(1), v.flatten(1), pool.keys, pool.values, slots)
+    _equal(pool, keys, values)
+
+
+@every_dtype
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "size"), SIZES, ids=str)
+def test_rope_write_kv_equals_its_twins(
+    dtype: torch.dtype, norm: bool, heads: Heads, size: int
+) -> None:
+    pool = Pool.empty(-(-64 // size), heads, size, dtype)
+    slots = torch.tensor(SLOTS, device=DEVICE)
+    positions = torch.tensor([7, -1, 0, 3, 30, 31, 2], dtype=torch.int32, device=DEVICE)
+    angle = noise(32, heads.dim // 2)
+    angles = torch.cat((angle.cos(), angle.sin()), -1)
+    qkv = noise(len(slots), heads.query + 2 * heads.kv, heads.dim, dtype=dtype)
+    weights = (noise(heads.dim, dtype=dtype), noise(heads.dim, dtype=dtype, seed=1), 1e-6)
+    qk, v = torch.split(qkv, [heads.query + heads.kv, heads.kv], 1)
+    if norm:
+        q, k = torch.split(qk, [heads.query, heads.kv], 1)
+        normal = [
+            reference.rms_norm(x.float(), w.float(), 1e-6)
+            for x, w in zip((q, k), weights, strict=False)
+        ]
+        qk = torch.cat(normal, 1)
+    cos, sin = angles[positions.clamp_min(0).long()].unsqueeze(1).chunk(2, -1)
+    turned = reference.rope(qk.float(), torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    q, k = torch.split(turned.to(dtype), [heads.query, heads.kv], 1)
+    keys, values = _twin(pool, k, v, slots)
+    out = write_kv.rope_write_kv(
+        qkv.flatten(1),
+        pool.keys,
+        pool.values,
+        positions,
+        slots,
+        angles,
+        heads,
+        weights if norm else None,
+    )
+    assert_close(out, q.flatten(1))
+    _equal(pool, keys, values)
+
+
+def test_block_ids_are_widened_before_they_meet_the_stride() -> None:
+    """KN-01: a block 2^31 elements and more into a cache; pages that nobody touches cost nothing."""
+    heads, size = Heads(1, 1, 16), 16
+    block, blocks = heads.dim * size, 2**31 // 256 + 3
+    store = torch.empty(blocks * block, dtype=torch.float16, device=DEVICE)
+    keys, values = store.view(blocks, 1, 16, size), store.view(blocks, 1, size, 16)
+    slots = torch.tensor([(blocks - 1) * size + 3, (blocks - 3) * size], device=DEVICE)
+    k, v = (noise(2, 16, dtype=torch.float16, seed=i) for i in (0, 1))
+    write_kv.write_kv(k, v, keys, torch.empty_like(values), slots)
+    assert torch.equal(keys[-1, 0, :, 3], k[0])
+    assert torch.equal(keys[-3, 0, :, 0], k[1])
+    write_kv.write_kv(k, v, torch.empty_like(keys), values, slots)
+    assert torch.equal(values[-1, 0, 3], v[0])
+    qkv = noise(2, 48, dtype=torch.float16)
+    angles = torch.cat((torch.ones(1, 8), torch.zeros(1, 8)), 1).to(DEVICE)
+    rows = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    write_kv.rope_write_kv(qkv, keys, torch.empty_like(values), rows, slots, angles, heads)
+    assert torch.equal(keys[-3, 0, :, 0], qkv[1, 16:32])
+
+
+def test_caches_may_be_views_with_any_strides() -> None:
+    """KN-08: one pool [blocks, 2, size, heads, dim], K = view 0 and V = view 1."""
+    heads, size, k, v = Heads(2, 2, 24), 8, noise(3, 48), noise(3, 48, seed=1)
+    both = torch.full((4, 2, size, 2, 24), torch.nan, device=DEVICE)
+    keys, values = both[:, 0].permute(0, 2, 3, 1), both[:, 1].permute(0, 2, 1, 3)
+    slots = torch.tensor([31, 0, 9], device=DEVICE)
+    write_kv.write_kv(k, v, keys, values, slots)
+    assert torch.equal(both[3, 0, 7].flatten(), k[0])
+    assert torch.equal(both[1, 1, 1].flatten(), v[2])
+    assert int(both.isnan().logical_not().sum()) == 2 * 3 * 48
+
+
+def test_no_rows_are_no_work() -> None:
+    pool, none = Pool.empty(1, Heads(1, 1, 16), 8), torch.zeros(0, 16, device=DEVICE)
+    slots = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    write_kv.write_kv(none, none, pool.keys, pool.values, slots)
+    assert pool.keys.isnan().all()
+
+
+def test_bad_arguments_are_refused_by_name() -> None:
+    pool, k = Pool.empty(2, Heads(2, 2, 16), 8), noise(3, 32)
+    slots = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"k: shape must be \(any, 32\)"):
+        write_kv.write_kv(noise(3, 31), k, pool.keys, pool.values, slots)
+    with pytest.raises(ValueError, match="v: dtype"):
+        write_kv.write_kv(k, k.half(), pool.keys, pool.values, slots)
+    with pytest.raises(ValueError, match=r"slots: dtype must be torch\.int64"):
+        write_kv.write_kv(k, k, pool.keys, pool.values, slots.int())
+    with pytest.raises(ValueError, match="v_cache: shape"):
+        write_kv.write_kv(k, k, pool.keys, pool.values[:1], slots)
+    with pytest.raises(ValueError, match="v_cache: dtype must be k_cache's"):
+        write_kv.write_kv(k, k, pool.keys, pool.values.half(), slots)
+    with pytest.raises(ValueError, match="v_cache: must be on"):
+        write_kv.write_kv(k, k, pool.keys, pool.values.to("meta"), slots)
