@@ -107,15 +107,21 @@ def test_pr_04_history_holds_each_token_once(
 
 
 @pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("cached", [False, True])
 def test_pr_06_prompt_logprobs_survive_preemption(
-    after: int, make_engine: MakeEngine, solo: Solo
+    cached: bool, after: int, make_engine: MakeEngine, solo: Solo
 ) -> None:
-    """PR-06: a prompt of 12 in chunks of 4, preempted after a chunk; 12 entries, none twice."""
+    """PR-06: a prompt of 12 in chunks of 4, preempted after a chunk; 12 entries, none twice.
+
+    Where another request has left the whole prompt in the cache, the rest is run all the same.
+    """
     params = replace(GREEDY, prompt_logprobs=2)
     tokens = prompt(12)
     expected = solo(tokens, params)
     engine = make_engine(max_num_seqs=4, max_num_batched_tokens=4)
     driver = Driver(engine)
+    if cached:
+        engine.generate([tokens], GREEDY)
     output = driver.start("scored", tokens, params)
     driver.step(after)
     driver.preempt("scored")
