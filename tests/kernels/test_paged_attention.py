@@ -1,7 +1,5 @@
 """Paged attention against dense float64, on every backend; and the bits of a row."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -225,28 +223,3 @@ def test_fixed_tiles_agree_with_free_ones() -> None:
         q[195:].flatten(1), *pool, fixed.prepare(late, heads, torch.zeros(256, 64)), None
     )
     assert torch.equal(some.view(5, 9, 64), out[195:])
-
-
-def test_a_plan_covers_each_row_and_span_once() -> None:
-    tables = [[5, 6, 7, 8, 1], [5, 6, 7, 8, 2], [9, 6, 7, 8, 3]]
-    step = rows_step([(40, 300), (1, 290), (3, 270)], tables, 64)
-    groups = plan_step(step, 64, [None]).groups[None]
-    pairs = [
-        (int(row), int(groups.span[g]))
-        for g in range(len(groups.span))
-        for row in groups.rows[groups.start[g] : groups.start[g + 1]]
-    ]
-    expected = {(row, span) for row in range(44) for span in range(step.positions[row] // 128 + 1)}
-    assert len(pairs) == len(set(pairs))
-    assert set(pairs) == expected
-    # Span 0 is shared by two, span 1 by all three, span 2 by none.
-    assert [int((groups.span == span).sum()) for span in range(3)] == [2, 1, 3]
-    assert groups.max_spans == 3
-
-
-def test_a_window_leaves_out_the_spans_before_it() -> None:
-    step = rows_step([(1, 1000)], [list(range(63))], 16)
-    groups = plan_step(replace(step), 16, [200]).groups[200]
-    assert groups.span.tolist() == [6, 7]
-    assert groups.first_span.tolist() == [6]
-    assert groups.max_spans == 2
