@@ -74,6 +74,11 @@ class Decoder:
         self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         self._windows = {layer.window for layer in layers}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the decoder computes."""
+        return self._rope.device
+
     @classmethod
     def from_checkpoint(
         cls,
@@ -94,6 +99,7 @@ class Decoder:
 
         Raises:
             ModelError: a length that the rope scaling does not serve, or a broken tensor.
+            ValueError: the backend is unknown, or does not work here.
         """
         config = checkpoint.config
         if config.num_heads % config.num_kv_heads:
@@ -125,7 +131,7 @@ class Decoder:
         Raises:
             ValueError: a field of `step` has a wrong shape or range; nothing was written.
         """
-        rows = torch.from_numpy(step.logits_rows).to(self._rope.device, torch.int64)
+        rows = torch.from_numpy(step.logits_rows).to(self.device, torch.int64)
         return self._lm_head(self._run(step, kv_cache, rows)).float()
 
     @torch.inference_mode()
@@ -141,7 +147,7 @@ class Decoder:
         run, eps = self.kernels, self.config.rms_norm_eps
         work = plan_step(step, kv_cache.block_size, self._windows, run.run_rows)
         plan = run.prepare(work, self._heads, self._rope)
-        tokens = torch.from_numpy(step.token_ids).to(self._rope.device, torch.int64)
+        tokens = torch.from_numpy(step.token_ids).to(self.device, torch.int64)
         residual = self._embedding(tokens)  # [T, hidden]
         x = run.rms_norm(residual, self._layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]

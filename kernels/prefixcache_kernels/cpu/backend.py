@@ -133,6 +133,7 @@ class CpuPlan:
     block_size: int
     positions: Int32
     slots: Int64
+    pointers: tuple[int, int]  # of positions and slots: numpy takes a while to tell
     rope_table: Tensor
     spans: dict[int | None, _SpanWork]
     shapes: dict[tuple[object, ...], AttentionShape | RopeShape]
@@ -161,8 +162,9 @@ class CpuKernels:
         """See `Kernels.prepare`."""
         _require_rows(rope_table, "rope_table")
         spans = {window: self._span_work(work, g, heads) for window, g in work.groups.items()}
-        slots = np.ascontiguousarray(work.slots)
-        return CpuPlan(heads, work.block_size, work.positions, slots, rope_table, spans, {})
+        positions, slots = np.ascontiguousarray(work.positions), np.ascontiguousarray(work.slots)
+        at = (positions.ctypes.data, slots.ctypes.data)
+        return CpuPlan(heads, work.block_size, positions, slots, at, rope_table, spans, {})
 
     def _span_work(self, work: StepWork, groups: SpanGroups, heads: Heads) -> _SpanWork:
         items = attention_items(groups, heads.query // heads.kv, self._library.attention_pairs)
@@ -249,8 +251,7 @@ class CpuKernels:
         self._library.rope_write_kv(
             qkv.data_ptr(),
             len(plan.positions),
-            plan.positions.ctypes.data,
-            plan.slots.ctypes.data,
+            *plan.pointers,
             plan.rope_table.data_ptr(),
             shape,
             None if q_norm is None else q_norm.data_ptr(),

@@ -37,8 +37,8 @@ FLAGS = (
 _TIMEOUT = 300.0
 
 
-class BuildError(RuntimeError):
-    """The kernels cannot be compiled here; the message says why."""
+class BuildError(ValueError):
+    """The backend that was asked for cannot be compiled here; the message says why."""
 
 
 def build(directory: Path | None = None, extra_flags: Sequence[str] = ()) -> Path:
