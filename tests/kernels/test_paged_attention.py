@@ -7,6 +7,7 @@ from torch import Tensor
 
 from prefixcache.model.attention import StepInput, plan_step
 from prefixcache_kernels import Heads
+from prefixcache_kernels.reference import copy_blocks
 from tests.kernels.backends import every_backend, kernels_of, rows_step
 
 HIDDEN = float("nan")
@@ -223,3 +224,47 @@ def test_fixed_tiles_agree_with_free_ones() -> None:
         q[195:].flatten(1), *pool, fixed.prepare(late, heads, torch.zeros(256, 64)), None
     )
     assert torch.equal(some.view(5, 9, 64), out[195:])
+
+
+@every_backend
+def test_offsets_beyond_32_bits_reach_the_last_blocks(backend: str) -> None:
+    """Ids from 131,072 on overflow int32 once multiplied by a block's 2^14 elements."""
+    heads, size, blocks = Heads(8, 8, 128), 16, 131_100
+    # Pages are touched when they are written: of 17 GB, three blocks.
+    pool = (torch.empty(blocks, 8, 128, size), torch.empty(blocks, 8, size, 128))
+    ids = [blocks - 1, blocks - 3, blocks - 2]
+    step = rows_step([(40, 40)], [ids], size)
+    kernels = kernels_of(backend)
+    plan = kernels.prepare(
+        plan_step(step, size, [None], kernels.run_rows),
+        heads,
+        torch.cat((torch.ones(40, 64), torch.zeros(40, 64)), 1),
+    )
+    q, k, v = _tokens(40, heads)
+    qkv = torch.cat((q, k, v), 1).flatten(1)
+    out = kernels.paged_attention(
+        kernels.rope_write_kv(qkv, plan, *pool, None), *pool, plan, None
+    ).view(40, 8, 128)
+    torch.testing.assert_close(out.double(), _dense(q, k, v, None), rtol=2e-5, atol=2e-5)
+    copy_blocks(pool, torch.tensor([blocks - 1]), torch.tensor([0]))
+    assert torch.equal(pool[0][0], pool[0][-1])
+
+
+@every_backend
+def test_keys_that_no_sharer_sees_are_not_read(backend: str) -> None:
+    """Two rows far apart in the same blocks: what lies between their windows may be anything."""
+    heads, size = Heads(4, 2, 32), 16
+    q, k, v = _tokens(110, heads)
+    ids = list(range(7))
+    pool = _pool(7, heads, size)
+    for kept in (range(4, 12), range(102, 110)):
+        for position in kept:
+            pool[0][position // size, :, :, position % size] = k[position]
+            pool[1][position // size, :, position % size] = v[position]
+    step = rows_step([(1, 12), (1, 110)], [ids[:1], ids], size)
+    out = _attend(backend, torch.stack((q[11], q[109])), pool, step, heads, 8)
+    expected = _dense(q, k, v, 8)[[11, 109]]
+    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+    together = rows_step([(1, 12), (1, 110)], [ids, ids], size)  # padded alike: one group
+    out = _attend(backend, torch.stack((q[11], q[109])), pool, together, heads, 8)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)

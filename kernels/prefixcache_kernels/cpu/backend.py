@@ -1,6 +1,7 @@
 """The CPU backend: `backend.Kernels` on the compiled kernels, float32 arithmetic throughout.
 
-Owns the packed weights and scratch memory that grows to the largest step. Rows are independent by
+Owns the packed weights and scratch memory that grows to the largest step; so one thread at a time
+may use it (the kernels themselves take torch's number of threads). Rows are independent by
 construction: see the C++ files.
 """
 

@@ -11,6 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -124,8 +125,10 @@ def _compile(compiler: str, flags: list[str], runtime: Path, scratch: Path) -> P
         if process.returncode:
             raise BuildError(f"{compiler} failed: {errors.strip()[-2000:]}")
     library = scratch / "kernels.so"
-    # Linked to torch's own runtime by path, without -fopenmp, which would add the compiler's.
-    _run([compiler, "-shared", *map(str, objects), str(runtime), "-o", str(library)])
+    # Linked to torch's own runtime by path, without -fopenmp, which would add the compiler's. A
+    # compiler with another OpenMP interface leaves symbols undefined: better refused now.
+    strict = ["-Wl,-z,defs"] if sys.platform == "linux" else []
+    _run([compiler, "-shared", *map(str, objects), str(runtime), *strict, "-o", str(library)])
     return library
 
 
