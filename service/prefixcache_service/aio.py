@@ -16,7 +16,7 @@ from prefixcache.engine.messages import (
 )
 from prefixcache_service import requests, results
 from prefixcache_service.limits import CLIENT_OPTIONS, DEFAULT_TARGET
-from prefixcache_service.requests import Branch, Common, Prompt, Sampling
+from prefixcache_service.requests import BeamSearch, Branch, Common, Prompt, Sampling
 from prefixcache_service.results import Completion, Delta, GenerateResult, ModelInfo, ScoreResult
 from prefixcache_service.status import error_from_call
 from prefixcache_service.v1 import prefixcache_pb2 as pb
@@ -94,6 +94,45 @@ class AsyncClient:
         common = Common(request_id, self.cache_salt, priority)
         request = requests.generate(prompt, common, keep_seconds, sampling)
         return AsyncStream(self._stub.Generate(request, timeout=self._timeout))
+
+    async def best_of(
+        self,
+        prompt: Prompt,
+        *,
+        keep_seconds: float = 0.0,
+        priority: int = 0,
+        request_id: str = "",
+        **sampling: Unpack[Sampling],
+    ) -> GenerateResult:
+        """Draw `n` samples and rank them by cumulative log-probability: best first."""
+        sampling.setdefault("logprobs", 0)
+        result = await self.generate(
+            prompt,
+            keep_seconds=keep_seconds,
+            priority=priority,
+            request_id=request_id,
+            **sampling,
+        )
+        return result.ranked()
+
+    async def beam(
+        self,
+        prompt: Prompt,
+        *,
+        keep_seconds: float = 0.0,
+        priority: int = 0,
+        request_id: str = "",
+        **search: Unpack[BeamSearch],
+    ) -> GenerateResult:
+        """Search for the likeliest continuations; best first, each with its `score`.
+
+        search: num_beams, and more; see BeamSearch.
+        """
+        common = Common(request_id, self.cache_salt, priority)
+        request = requests.beam(prompt, common, keep_seconds, search)
+        call = self._stub.Generate(request, timeout=self._timeout)
+        async with AsyncStream(call) as stream:
+            return await stream.result()
 
     async def fork(
         self,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from prefixcache.engine import messages as engine
-from prefixcache.errors import InvalidArgument, ResourceExhausted, Unimplemented
-from prefixcache.params import MAX_LOGPROBS, SamplingParams
+from prefixcache.errors import InvalidArgument, ResourceExhausted
+from prefixcache.params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from prefixcache_service.v1 import prefixcache_pb2 as pb
 
 MAX_BRANCHES = 256
@@ -21,6 +21,13 @@ MAX_CONTINUATIONS = 256
 MAX_CHAT_MESSAGES = 4096
 MAX_REQUEST_ID_CHARS = 128
 MAX_SALT_CHARS = 256
+
+_EARLY_STOPPING: dict[int, bool | str] = {
+    pb.EARLY_STOPPING_UNSPECIFIED: False,
+    pb.EARLY_STOPPING_FALSE: False,
+    pb.EARLY_STOPPING_TRUE: True,
+    pb.EARLY_STOPPING_NEVER: "never",
+}
 
 PromptMessage = pb.GenerateRequest | pb.ScoreRequest | pb.PinPrefixRequest | pb.TokenizeRequest
 T = TypeVar("T")
@@ -64,17 +71,19 @@ class Edge:
 
 
 def generate(request: pb.GenerateRequest, edge: Edge) -> engine.Generate:
-    """The command of a GenerateRequest.
-
-    Raises InvalidArgument, ResourceExhausted, and Unimplemented for beam search.
-    """
-    if request.WhichOneof("decoding") == "beam_search":
-        raise Unimplemented("beam search is not in this build; use sampling with n")
+    """The command of a GenerateRequest; raises InvalidArgument, ResourceExhausted."""
     token_ids = prompt_ids(request, "prompt", edge)
-    params = sampling_params(request.sampling, "sampling", edge)
-    _require_length(len(token_ids), params, "sampling", edge)
-    if params.n > edge.max_num_seqs:
-        raise ResourceExhausted(_too_many_at_once(params.n, "samples", edge))
+    params: SamplingParams | BeamSearchParams
+    if request.WhichOneof("decoding") == "beam_search":
+        params = beam_search_params(request.beam_search, "beam_search", edge)
+        _require_length(len(token_ids), params, "beam_search", edge)
+        at_once, what = params.num_beams, "beams"
+    else:
+        params = sampling_params(request.sampling, "sampling", edge)
+        _require_length(len(token_ids), params, "sampling", edge)
+        at_once, what = params.n, "samples"
+    if at_once > edge.max_num_seqs:
+        raise ResourceExhausted(_too_many_at_once(at_once, what, edge))
     return engine.Generate(
         request_id=request_id(request.request_id, request.cache_salt),
         prompt_token_ids=token_ids,
@@ -235,20 +244,32 @@ def detokenize_ids(request: pb.DetokenizeRequest, edge: Edge) -> engine.TokenIds
 
 def sampling_params(message: pb.SamplingParams, where: str, edge: Edge) -> SamplingParams:
     """The parameters of a message, checked; raises InvalidArgument naming `where.field`."""
-    values: dict[str, Any] = {
-        field.name: getattr(message, field.name)
-        for field in message.DESCRIPTOR.fields
-        if not field.is_repeated and message.HasField(field.name)
-    }
-    values.setdefault("max_tokens", None)
-    params = SamplingParams(
-        logit_bias=dict(message.logit_bias),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        **values,
-    )
+    params = SamplingParams(**{"max_tokens": None, **_given(message)})
     params.validate(edge.vocab_size, where)
     return params
+
+
+def beam_search_params(message: pb.BeamSearchParams, where: str, edge: Edge) -> BeamSearchParams:
+    """The parameters of a message, checked; raises InvalidArgument naming `where.field`."""
+    if message.early_stopping not in _EARLY_STOPPING:
+        raise InvalidArgument(
+            f"{where}.early_stopping", f"{message.early_stopping} is no value of EarlyStopping"
+        )
+    early = _EARLY_STOPPING[message.early_stopping]
+    params = BeamSearchParams(**{"num_beams": 0, **_given(message), "early_stopping": early})
+    params.validate(edge.vocab_size, where)
+    return params
+
+
+def _given(message: pb.SamplingParams | pb.BeamSearchParams) -> dict[str, Any]:
+    """The fields that are set, by name: both sides call them the same."""
+    plain = {field.name: value for field, value in message.ListFields() if not field.is_repeated}
+    return {
+        **plain,
+        "logit_bias": dict(message.logit_bias),
+        "stop": tuple(message.stop),
+        "stop_token_ids": tuple(message.stop_token_ids),
+    }
 
 
 def request_id(name: str, cache_salt: str) -> str:
@@ -338,7 +359,9 @@ def _require_count(where: str, count: int, limit: int) -> None:
         raise InvalidArgument(where, f"has {count} entries; from 1 to {limit} are allowed")
 
 
-def _require_length(known: int, params: SamplingParams, where: str, edge: Edge) -> None:
+def _require_length(
+    known: int, params: SamplingParams | BeamSearchParams, where: str, edge: Edge
+) -> None:
     """Refuse what cannot fit the longest sequence; `known` tokens are there already."""
     wanted = 1 if params.max_tokens is None else params.max_tokens
     if known + wanted > edge.max_model_len:

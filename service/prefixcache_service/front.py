@@ -29,6 +29,7 @@ from prefixcache.engine.messages import (
     UnsubscribeEvents,
 )
 from prefixcache.errors import AlreadyExists, PrefixCacheError, Unavailable
+from prefixcache.params import SamplingParams
 from prefixcache_service.mailbox import CacheEventBox, Mailbox, Progress
 
 Request = Generate | Fork | Score
@@ -178,5 +179,6 @@ class AsyncFront:
 
 def _count_indexes(request: Request) -> int:
     if isinstance(request, Generate):
-        return request.params.n
+        params = request.params
+        return params.n if isinstance(params, SamplingParams) else params.num_return_sequences
     return len(request.branches if isinstance(request, Fork) else request.continuations)

@@ -78,6 +78,7 @@ def _complete(event: engine.Finished, token_bytes: TokenBytes) -> pb.Complete:
             completion_tokens=event.usage.completion_tokens,
         ),
         kept_seconds=event.kept_seconds,
+        score=event.score,
     )
     if isinstance(event.stop_reason, str):
         complete.stop = event.stop_reason

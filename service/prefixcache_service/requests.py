@@ -5,7 +5,7 @@ Pure. Checks only what the wire cannot carry; the server checks the rest, and na
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, Required, TypedDict, TypeVar
 
 from google.protobuf.message import Message
 
@@ -42,6 +42,26 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int | None
     prompt_logprobs: int | None
+    skip_special_tokens: bool
+
+
+class BeamSearch(TypedDict, total=False):
+    """How to search; see BeamSearchParams in the proto for ranges and defaults.
+
+    early_stopping: False, True or "never", as in Hugging Face's `generate`.
+    """
+
+    num_beams: Required[int]
+    num_return_sequences: int
+    max_tokens: int
+    min_tokens: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
     skip_special_tokens: bool
 
 
@@ -90,6 +110,30 @@ def generate(
         **common.fields(),
         **_prompt(prompt),
     )
+
+
+def beam(
+    prompt: Prompt, common: Common, keep_seconds: float, search: BeamSearch
+) -> pb.GenerateRequest:
+    """A GenerateRequest for a beam search; raises InvalidArgument as `generate` does."""
+    given = _given(search)
+    if "early_stopping" in given:
+        given["early_stopping"] = _early_stopping(given["early_stopping"])
+    return _make(
+        pb.GenerateRequest,
+        beam_search=_make(pb.BeamSearchParams, "beam_search", **given),
+        keep_seconds=keep_seconds,
+        **common.fields(),
+        **_prompt(prompt),
+    )
+
+
+def _early_stopping(value: object) -> pb.EarlyStopping:
+    if value == "never":
+        return pb.EARLY_STOPPING_NEVER
+    if not isinstance(value, bool):
+        raise InvalidArgument("beam_search.early_stopping", 'must be True, False or "never"')
+    return pb.EARLY_STOPPING_TRUE if value else pb.EARLY_STOPPING_FALSE
 
 
 def fork(
@@ -172,10 +216,14 @@ def detokenize(token_ids: Sequence[int], skip_special_tokens: bool) -> pb.Detoke
 
 def sampling_params(options: Sampling, where: str = "sampling") -> pb.SamplingParams:
     """The message of some options; those that are None stay unset. Raises InvalidArgument."""
+    return _make(pb.SamplingParams, where, **_given(options))
+
+
+def _given(options: Sampling | BeamSearch) -> dict[str, Any]:
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
-    return _make(pb.SamplingParams, where, **given)
+    return given
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:

@@ -4,6 +4,7 @@ What the engine's messages describe already (usage, sequences, pins, figures, ca
 in their form.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -56,13 +57,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished sequence: a sample of a generate, or a branch of a fork.
+    """One finished sequence: a sample of a generate, a branch of a fork, a result of a search.
 
     stop_reason: the stop string or stop token id that ended it, else None.
     num_cached_tokens: prompt tokens that came from the cache.
     num_forked_tokens: prompt tokens taken over from the fork's parent.
     kept_seconds: how long it can still be forked.
     next_token: with max_tokens = 0, the distribution of the token that would come next.
+    score: of a beam search's result: the sum of its logprobs / length ** length_penalty.
     """
 
     index: int
@@ -80,6 +82,7 @@ class Completion:
     num_forked_tokens: int
     kept_seconds: float
     next_token: TokenLogprobs | None
+    score: float | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -89,11 +92,23 @@ class Completion:
         return sum(entry.chosen.logprob for entry in self.logprobs if entry.chosen)
 
 
+def _cost(output: Completion) -> float:
+    logprob = output.cumulative_logprob
+    return math.inf if logprob is None else -logprob
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """All samples of one prompt, in order. The properties are those of the first."""
+    """All samples of one prompt, in order. The properties are those of the first.
+
+    The results of a beam search, and of best_of, come best first.
+    """
 
     outputs: tuple[Completion, ...]
+
+    def ranked(self) -> "GenerateResult":
+        """The same samples by cumulative log-probability, best first; those without one last."""
+        return GenerateResult(tuple(sorted(self.outputs, key=_cost)))
 
     @property
     def sequence_id(self) -> str:
@@ -267,6 +282,7 @@ class _Part:
             num_forked_tokens=first.num_forked_tokens,
             kept_seconds=last.kept_seconds,
             next_token=_logprobs(last.next_token) if last.HasField("next_token") else None,
+            score=last.score if last.HasField("score") else None,
         )
 
 

@@ -28,6 +28,10 @@ def sampling(**fields):
     return generate(sampling=pb.SamplingParams(**fields))
 
 
+def beam(num_beams=2, **fields):
+    return generate(beam_search=pb.BeamSearchParams(num_beams=num_beams, **fields))
+
+
 def chat(*messages):
     return pb.ChatPrompt(messages=[pb.ChatMessage(role=r, content=c) for r, c in messages])
 
@@ -84,6 +88,23 @@ CASES = {
     "many stops": (sampling(stop=["x"] * 500_000), "sampling.stop"),
     "stop id": (sampling(stop_token_ids=[300]), "sampling.stop_token_ids"),
     "many stop ids": (sampling(stop_token_ids=[1] * 257), "sampling.stop_token_ids"),
+    "no width": (beam(0), "beam_search.num_beams"),
+    "width 257": (beam(257), "beam_search.num_beams"),
+    "width -1": (beam(-1), "beam_search.num_beams"),
+    "width beyond the vocabulary": (beam(16, stop_token_ids=range(20)), "beam_search.num_beams"),
+    "more results than beams": (beam(num_return_sequences=3), "beam_search.num_return_sequences"),
+    "no results": (beam(num_return_sequences=0), "beam_search.num_return_sequences"),
+    "beam max_tokens = 0": (beam(max_tokens=0), "beam_search.max_tokens"),
+    "beam no room": (beam(max_tokens=MAX_MODEL_LEN), "beam_search.max_tokens"),
+    "beam min_tokens": (beam(max_tokens=2, min_tokens=3), "beam_search.min_tokens"),
+    "length_penalty nan": (beam(length_penalty=NAN), "beam_search.length_penalty"),
+    "length_penalty 11": (beam(length_penalty=11), "beam_search.length_penalty"),
+    "early_stopping 4": (beam(early_stopping=4), "beam_search.early_stopping"),
+    "early_stopping -1": (beam(early_stopping=-1), "beam_search.early_stopping"),
+    "beam empty stop": (beam(stop=[""]), "beam_search.stop"),
+    "beam stop id": (beam(stop_token_ids=[300]), "beam_search.stop_token_ids"),
+    "beam penalty 0": (beam(repetition_penalty=0), "beam_search.repetition_penalty"),
+    "beam bias": (beam(logit_bias={300: 1}), "beam_search.logit_bias"),
     "no branches": (("Fork", pb.ForkRequest()), "branches"),
     "many branches": (("Fork", pb.ForkRequest(branches=[pb.ForkBranch()] * 257)), "branches"),
     "no parent": (fork(parent_sequence_id=""), "branches[0].parent_sequence_id"),
@@ -180,6 +201,10 @@ def test_whitespace_is_a_prompt(client):
         (lambda c: c.generate("x", n=2**40), "sampling.n"),
         (lambda c: c.generate("x", logit_bias={-1: 1.0}), "sampling.logit_bias"),
         (lambda c: c.generate("x", tempurature=1), "sampling.tempurature"),
+        (lambda c: c.beam("x", num_beams=2**40), "beam_search.num_beams"),
+        (lambda c: c.beam("x", num_beams=2, temperature=1), "beam_search.temperature"),
+        (lambda c: c.beam("x", num_beams=2, early_stopping="yes"), "beam_search.early_stopping"),
+        (lambda c: c.beam("x", num_beams=2, early_stopping=1), "beam_search.early_stopping"),
         (lambda c: c.fork([Branch("p", text="a", token_ids=[1])]), "branches[0].text"),
         (lambda c: c.fork([Branch("p", text="\udfff")]), "branches[0].text"),
         (lambda c: c.generate("x", stop=["\ud800"]), "sampling.stop"),
@@ -202,7 +227,8 @@ def test_the_client_gets_the_servers_field(client):
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
-        (generate(beam_search=pb.BeamSearchParams(num_beams=2)), "UNIMPLEMENTED"),
+        (beam(17), "RESOURCE_EXHAUSTED"),
+        (beam(16, max_tokens=500), "RESOURCE_EXHAUSTED"),
         (sampling(n=17, max_tokens=1), "RESOURCE_EXHAUSTED"),
         (fork(), "NOT_FOUND"),
         (("Release", pb.ReleaseRequest(sequence_id="nobody")), "NOT_FOUND"),

@@ -53,6 +53,20 @@ def test_json_is_for_programs(run, client):
     assert json.loads(run("tree", "--json").stdout) == []
 
 
+def test_beam_prints_the_best_first_and_their_scores(run, client):
+    flags = ["--num-beams", "3", "--num-return-sequences", "2", "--max-tokens", "5"]
+    result = run("beam", PROMPT, *flags, "--early-stopping", "never", "--length-penalty", "0.5")
+    same = client.beam(
+        PROMPT, num_beams=3, num_return_sequences=2, max_tokens=5, early_stopping="never",
+        length_penalty=0.5,
+    ).outputs  # fmt: skip
+    assert result.stdout == f"[0] {same[0].text}\n[1] {same[1].text}\n"
+    assert f"score {same[1].score:.4f}" in result.stderr.splitlines()[1]
+    (output,) = json.loads(run("beam", PROMPT, "--max-tokens", "3", "--json").stdout)
+    assert output["score"] < 0
+    assert run("beam", PROMPT, "--early-stopping", "maybe").exit_code == 2
+
+
 def test_tables_and_trees_are_for_people(run, client):
     assert run("tree").stdout == "no sequences\n"
     assert "blocks total" in run("stats").stdout
@@ -120,7 +134,7 @@ def test_serve_has_a_flag_for_each_setting_of_the_engine_with_the_same_default()
         assert parameters[field.name].default == field.default, field.name
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "fork", "tree", "stats", "pull"])
+@pytest.mark.parametrize("command", ["serve", "generate", "fork", "beam", "tree", "stats", "pull"])
 def test_help_is_complete(command):
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0

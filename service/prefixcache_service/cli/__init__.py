@@ -34,6 +34,7 @@ a TOML file given with --config.
 app.command("serve", context_settings=SETTINGS)(serve.serve)
 app.command("generate", context_settings=SETTINGS)(client.generate)
 app.command("fork", context_settings=SETTINGS)(client.fork)
+app.command("beam", context_settings=SETTINGS)(client.beam)
 app.command("tree", context_settings=SETTINGS)(client.tree)
 app.command("stats", context_settings=SETTINGS)(client.stats)
 app.command("pull", context_settings=SETTINGS)(pull.pull)

@@ -1,10 +1,10 @@
-"""The commands that talk to a running server: generate, fork, tree, stats."""
+"""The commands that talk to a running server: generate, fork, beam, tree, stats."""
 
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable
-from typing import Annotated, Any
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -28,6 +28,11 @@ TopP = Annotated[float, flag("Keep the likeliest tokens with this probability.")
 TopK = Annotated[int, flag("Keep so many likeliest tokens; 0 keeps all.")]
 Seed = Annotated[int | None, flag("The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, flag("Text that ends the output; repeatable.")]
+
+EarlyStopping = Annotated[
+    Literal["true", "false", "never"],
+    flag("Whether to stop at NUM-BEAMS finished hypotheses, as in Hugging Face."),
+]
 
 
 def generate(  # noqa: PLR0917 (each is a flag)
@@ -111,6 +116,50 @@ def fork(  # noqa: PLR0917 (each is a flag)
         _show(stream, [branch.text or "" for branch in branches], as_json=as_json)
 
 
+def beam(  # noqa: PLR0917 (each is a flag)
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
+    num_beams: Annotated[
+        int, flag("Hypotheses that are followed at once.", "--num-beams", "-b")
+    ] = 4,
+    num_return_sequences: Annotated[
+        int, flag("Best ones to print.", "--num-return-sequences", "-n")
+    ] = 1,
+    chat: Annotated[bool, flag("Send it as a user's message.")] = False,
+    system: Annotated[str, flag("System message, with --chat.")] = "",
+    max_tokens: Annotated[int, flag("Longest hypothesis in tokens.")] = 32,
+    length_penalty: Annotated[float, flag("Above 0 favours long hypotheses.")] = 1.0,
+    early_stopping: EarlyStopping = "false",
+    stop: Stop = None,
+    keep: Keep = 0.0,
+    salt: Salt = "",
+    as_json: AsJson = False,
+    server: Server = DEFAULT_TARGET,
+    config: ConfigFile = None,
+) -> None:
+    """Search for the likeliest continuations. They come at the end, best first.
+
+    \b
+      prefixcache beam "The capital of France is" --num-beams 8 --num-return-sequences 3
+      prefixcache beam --chat "Name a river" --length-penalty 0.6 --keep 60
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with Client(server, cache_salt=salt) as client:
+        outputs = client.beam(
+            _prompt(text, chat, system),
+            num_beams=num_beams,
+            num_return_sequences=num_return_sequences,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping="never" if early_stopping == "never" else early_stopping == "true",
+            stop=stop or (),
+            keep_seconds=keep,
+        ).outputs
+    if as_json:
+        _print_json(outputs)
+    else:
+        _print_texts(outputs, [""] * len(outputs))
+
+
 def tree(
     salt: Salt = "",
     as_json: AsJson = False,
@@ -180,8 +229,17 @@ def _show(stream: Stream, beginnings: list[str], *, as_json: bool) -> None:
     if as_json:
         _print_json(outputs)
         return
+    if live:
+        print()
+        print(_summary(outputs[0]), file=sys.stderr)
+    else:
+        _print_texts(outputs, beginnings)
+
+
+def _print_texts(outputs: Sequence[Completion], beginnings: Sequence[str]) -> None:
+    """One after the other: text to standard output, what is known of it to standard error."""
     for output, beginning in zip(outputs, beginnings, strict=True):
-        print("" if live else f"[{output.index}] {beginning}{output.text}")
+        print(f"[{output.index}] {beginning}{output.text}")
         print(_summary(output), file=sys.stderr)
 
 
@@ -193,10 +251,11 @@ def _console() -> Console:
 
 def _summary(output: Completion) -> str:
     kept = f", kept for {output.kept_seconds:.0f} s" if output.kept_seconds else ""
+    score = "" if output.score is None else f", score {output.score:.4f}"
     return (
         f"# {output.sequence_id}: {output.num_prompt_tokens} prompt tokens "
         f"({output.num_cached_tokens} cached, {output.num_forked_tokens} forked), "
-        f"{output.usage.completion_tokens} generated, {output.finish_reason}{kept}"
+        f"{output.usage.completion_tokens} generated, {output.finish_reason}{score}{kept}"
     )
 
 

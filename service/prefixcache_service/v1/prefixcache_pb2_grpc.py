@@ -107,7 +107,7 @@ class PrefixCacheServicer:
     """
 
     def Generate(self, request, context):
-        """Continues a prompt: n samples of it, streamed as they grow.
+        """Continues a prompt: n samples of it, streamed as they grow, or the best results of a search.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
