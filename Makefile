@@ -1,5 +1,7 @@
 # What a contributor needs: `make check` and `make test`. What a user needs: `make demo`, `make serve`.
 VENV := .venv
+# Threads that wait do not spin: tests and their servers share the cores with others.
+export OMP_WAIT_POLICY ?= passive
 BIN := $(VENV)/bin
 PYTHON ?= python3
 ARGS ?=

@@ -3,6 +3,7 @@
 Owns no state: it reads the engine's parts and asks their owners to change theirs.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 from prefixcache.cache import BlockManager, BlockTable, token_bytes
@@ -31,6 +32,8 @@ from prefixcache.errors import FailedPrecondition, Internal, InvalidArgument, Pr
 if TYPE_CHECKING:
     from prefixcache.engine.engine import Engine
 
+logger = logging.getLogger(__name__)
+
 Call = (
     Release
     | ListSequences
@@ -52,6 +55,9 @@ def answer(engine: "Engine", call: Call) -> list[Event]:
         return [Reply(call.call_id, _value(engine, call))]
     except PrefixCacheError as error:
         return [Reply(call.call_id, error=error)]
+    except Exception as error:
+        logger.exception("call %s failed", type(call).__name__)
+        return [Reply(call.call_id, error=Internal(f"{type(error).__name__} in the engine"))]
 
 
 def _value(engine: "Engine", call: Call) -> object:

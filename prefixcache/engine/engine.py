@@ -8,16 +8,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass
 
 from prefixcache.cache import check_integrity
 from prefixcache.config import EngineConfig
-from prefixcache.engine.beam import Floats, Ints
 from prefixcache.engine.beam_runner import BeamRunner
 from prefixcache.engine.build import Progress, build_parts
 from prefixcache.engine.calls import answer
+from prefixcache.engine.forward import Forward, RowResult
 from prefixcache.engine.messages import (
     Abort,
     Command,
@@ -33,11 +31,9 @@ from prefixcache.engine.messages import (
     TokenLogprobs,
     Usage,
 )
-from prefixcache.engine.model_runner import RowLogits
 from prefixcache.engine.outputs import RequestOutput
-from prefixcache.engine.philox import derive_key
 from prefixcache.engine.registry import Registry
-from prefixcache.engine.sampler import NO_TOKEN, SampleRow
+from prefixcache.engine.sampler import NO_TOKEN
 from prefixcache.engine.scheduler import ScheduledRow
 from prefixcache.engine.sequence import Sequence, SequenceGroup, State
 from prefixcache.errors import AlreadyExists, Internal, PrefixCacheError, ResourceExhausted
@@ -57,18 +53,6 @@ class EngineCounters:
     requests_aborted: int = 0
     requests_failed: int = 0
     steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """What the forward pass gave for a row, before anything is changed by it."""
-
-    row: ScheduledRow
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    next_token: TokenLogprobs | None = None
-    continuations: tuple[Floats, Ints] | None = None
 
 
 class Engine:
@@ -103,7 +87,7 @@ class Engine:
         self.registry = Registry(parts.manager, clock)
         self._beams = BeamRunner(parts.scheduler, self.registry, parts.requests)
         self._runner = parts.runner
-        self._sampler = parts.sampler
+        self._forward = Forward(parts.runner, parts.sampler)
         self._groups: dict[str, SequenceGroup] = {}
         self._events: list[Event] = []
 
@@ -121,8 +105,10 @@ class Engine:
                 try:
                     self._add(command)
                 except PrefixCacheError as error:
-                    self.counters.requests_failed += 1
-                    self._events.append(Failed(command.request_id, error))
+                    self._refuse(command, error)
+                except Exception as error:
+                    logger.exception("request %s could not be taken in", command.request_id)
+                    self._refuse(command, Internal(f"{type(error).__name__} in the engine"))
             case Abort():
                 group = self._groups.get(command.request_id)
                 if group is not None and group.beam is not None:
@@ -131,6 +117,10 @@ class Engine:
                     self.abort(group.live)
             case _:
                 self._events.extend(answer(self, command))
+
+    def _refuse(self, command: Generate | Fork | Score, error: PrefixCacheError) -> None:
+        self.counters.requests_failed += 1
+        self._events.append(Failed(command.request_id, error))
 
     def _add(self, command: Generate | Fork | Score) -> None:
         if command.request_id in self._groups:
@@ -218,7 +208,7 @@ class Engine:
         if not rows:
             return []
         try:
-            return self._forward(rows)
+            return self._forward.run(rows)
         except Exception as error:
             groups = list(dict.fromkeys(row.group for row in rows))
             if len(groups) == 1:
@@ -227,73 +217,6 @@ class Engine:
                 return []
             results = [self._run([row for row in rows if row.group is g]) for g in groups]
             return [result for part in results for result in part]
-
-    def _forward(self, rows: list[ScheduledRow]) -> list[RowResult]:
-        """Forward pass and sampling. Changes nothing but KV in the rows' own slots."""
-        logits, places = self._runner.run(rows)
-        draws = [
-            draw
-            for row, place in zip(rows, places, strict=True)
-            if row.samples and row.sequence.params.max_tokens != 0 and not row.group.beam
-            for draw in self._draws(row, place)
-        ]
-        sampled = self._sampler.sample(logits, draws)
-        tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
-        results = []
-        for row, place in zip(rows, places, strict=True):
-            result = RowResult(row, prompt_logprobs=self._prompt_logprobs(row, place, logits))
-            if row.samples and row.sequence.params.max_tokens == 0:
-                result = self._peek(result, place, logits)
-            elif row.samples and row.group.beam:
-                best = row.group.beam.num_candidates
-                draws = self._draws(row, place)
-                (continuations,) = self._sampler.best_continuations(logits, draws, best)
-                result = RowResult(row, continuations=continuations)
-            elif row.samples:
-                for _ in range(row.group.num_samples):
-                    result.token_ids.append(next(tokens))
-                    result.logprobs.append(next(logprobs))
-            results.append(result)
-        return results
-
-    def _draws(self, row: ScheduledRow, place: RowLogits) -> list[SampleRow]:
-        """One draw a sample: all from the same logits, each from its own random stream."""
-        sequence = row.sequence
-        branches = range(sequence.next_branch, sequence.next_branch + row.group.num_samples - 1)
-        keys = [sequence.stream_key, *(derive_key(sequence.stream_key, b) for b in branches)]
-        return [
-            SampleRow(
-                logits_row=place.first + len(place.positions) - 1,
-                params=sequence.params,
-                stream_key=key,
-                position=len(sequence.tokens),
-                state=sequence.sampler_state,
-                num_generated=sequence.num_generated,
-                stop_ids=sequence.stop_ids,
-            )
-            for key in keys
-        ]
-
-    def _prompt_logprobs(
-        self, row: ScheduledRow, place: RowLogits, logits: torch.Tensor
-    ) -> list[TokenLogprobs]:
-        """Logprobs of the prompt tokens that the row's logits predict."""
-        sequence = row.sequence
-        wanted = sequence.next_logprob_position
-        if wanted is None:
-            return []
-        last = min(row.stop, sequence.num_prompt_tokens - 1)
-        tokens = sequence.tokens.view()[wanted : last + 1].tolist()
-        return self._sampler.logprobs_batch(
-            logits[place.first : place.first + len(tokens)], tokens, sequence.top_logprobs
-        )
-
-    def _peek(self, result: RowResult, place: RowLogits, logits: torch.Tensor) -> RowResult:
-        """max_tokens = 0: what would come next, without drawing it."""
-        top = result.row.sequence.params.logprobs or 0
-        last = place.first + len(place.positions) - 1
-        next_token = self._sampler.logprobs(logits, last, None, top)
-        return RowResult(result.row, prompt_logprobs=result.prompt_logprobs, next_token=next_token)
 
     # ------------------------------------------------------------ results
 

@@ -26,6 +26,11 @@ class RowLogits:
     first: int
     positions: range
 
+    @property
+    def last(self) -> int:
+        """The logits row of the last position."""
+        return self.first + len(self.positions) - 1
+
 
 class ModelRunner:
     """Runs forward passes over one KV cache."""

@@ -91,7 +91,7 @@ def edit_logits(
     states: Sequence[SamplerState | None],
     banned: Sequence[Collection[int]],
 ) -> None:
-    """Apply penalties, then logit_bias, then bans to each row, in place.
+    """Apply logit_bias, then penalties, then bans to each row, in place: transformers' order.
 
     Repetition (CTRL, arXiv:1909.05858) is over prompt and output; presence and frequency are over
     the output. Only the touched elements are read and written, each by itself in float64 on the
@@ -101,16 +101,16 @@ def edit_logits(
         that no penalty applies. All token ids are below V.
     """
     elements = _Elements(logits)
-    seen = [(row, state) for row, state in enumerate(states) if state and len(state.token_ids)]
-    if seen:
-        elements.select([row for row, _ in seen], [state.token_ids for _, state in seen])
-        columns = [_penalty_columns(params[row], state) for row, state in seen]
-        elements.write(_penalized(elements.read(), np.concatenate(columns, axis=1)))
     biased = [(row, param.logit_bias) for row, param in enumerate(params) if param.logit_bias]
     if biased:
         elements.select([row for row, _ in biased], [_array(bias) for _, bias in biased])
         bias = [np.fromiter(bias.values(), np.float64, len(bias)) for _, bias in biased]
         elements.write(elements.read() + np.concatenate(bias))
+    seen = [(row, state) for row, state in enumerate(states) if state and len(state.token_ids)]
+    if seen:
+        elements.select([row for row, _ in seen], [state.token_ids for _, state in seen])
+        columns = [_penalty_columns(params[row], state) for row, state in seen]
+        elements.write(_penalized(elements.read(), np.concatenate(columns, axis=1)))
     barred = [(row, ids) for row, ids in enumerate(banned) if ids]
     if barred:
         elements.select([row for row, _ in barred], [_array(ids) for _, ids in barred])

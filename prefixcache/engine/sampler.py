@@ -1,6 +1,6 @@
 """From logits to tokens and logprobs. Owns the order of the steps and the grouping of the batch.
 
-Order: penalties, logit_bias, bans, temperature, min_p, top_k, top_p, draw. Logprobs are those of
+Order: logit_bias, penalties, bans, temperature, min_p, top_k, top_p, draw. Logprobs are those of
 the model: of the logits as they came, over all their columns.
 
 Keeps no random state and touches no global one: a draw is a function of the row's logits, its

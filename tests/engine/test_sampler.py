@@ -41,17 +41,17 @@ def draws(logits, params, count, *, key=1, tokenizer_size=None):
 
 
 def edited(logits, params, prompt=(), output=(), banned=()):
-    """Penalties, bias, bans: dense, one token after another; float32 after each of the three."""
+    """Bias, penalties, bans: dense, one token after another; float32 after each of the three."""
     values = np.array(logits, np.float32).astype(np.float64)
+    for token, bias in params.logit_bias.items():
+        values[token] += bias
+    values = values.astype(np.float32).astype(np.float64)
     counts = Counter(output)
     for token in {*prompt, *output}:
         factor = params.repetition_penalty
         values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
         values[token] -= params.presence_penalty * (counts[token] > 0)
         values[token] -= params.frequency_penalty * counts[token]
-    values = values.astype(np.float32).astype(np.float64)
-    for token, bias in params.logit_bias.items():
-        values[token] += bias
     values = values.astype(np.float32).astype(np.float64)
     values[list(banned)] = -np.inf
     return values
@@ -123,6 +123,14 @@ def test_every_combination_of_parameters_equals_the_reference(
     values = edited(logits, params, prompt, output, banned)
     u = uniform(np.array([key], np.uint64), np.array([position]))[0]
     assert found in {reference_token(values, params, u, nudge) for nudge in (0.0, 1e-6, -1e-6)}
+
+
+def test_bias_comes_before_penalties():
+    """As in transformers: (1 + 2) / 2 < 2.2, while 1 / 2 + 2 would win."""
+    params = SamplingParams(temperature=0, repetition_penalty=2.0, logit_bias={3: 2.0})
+    logits = np.zeros(VOCAB)
+    logits[3], logits[5] = 1.0, 2.2
+    assert draw(logits, params, state=SamplerState([3])).token_ids == [5]
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)
