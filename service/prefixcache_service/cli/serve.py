@@ -1,6 +1,7 @@
 """`prefixcache serve`: flags to configurations, signals to the drain, one line when ready."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -181,7 +182,9 @@ async def _serve(where: "ServerConfig", config: EngineConfig) -> int:
 def _make_engine(config: EngineConfig, report: Any) -> "Engine":
     from prefixcache.engine.engine import Engine  # noqa: PLC0415 (brings in torch)
 
-    return Engine(config, progress=report)
+    engine = Engine(config, progress=report)
+    gc.freeze()  # the model stays for good: collections need not walk over it
+    return engine
 
 
 def _on_signal(stop: asyncio.Event) -> None:
