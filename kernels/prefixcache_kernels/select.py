@@ -12,7 +12,7 @@ from prefixcache_kernels.torch_backend import TorchKernels
 
 _log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "cpu", "torch")
+BACKENDS = ("auto", "triton", "cpu", "torch")
 
 
 def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -20,6 +20,7 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
 
     name: "cpu" (compiled, float32 on the CPU), "torch" (any device and dtype), or "auto": the
         compiled one where it serves and a compiler works, else torch; the log says why.
+        "triton": a GPU, or the CPU in Triton's interpreter where TRITON_INTERPRET=1 is set.
 
     Raises:
         ValueError: no such backend, or it does not serve this device and dtype.
@@ -27,6 +28,11 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
     """
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r}: one of {', '.join(map(repr, BACKENDS))}")
+    if name == "triton":
+        # Imported here: Triton takes a second to import, and is not there on every platform.
+        from prefixcache_kernels.triton_backend import TritonKernels  # noqa: PLC0415
+
+        return TritonKernels(device, dtype)
     serves = device.type == "cpu" and dtype == torch.float32
     if name == "cpu" and not serves:
         raise ValueError(f"backend 'cpu': serves float32 on the CPU, not {dtype} on {device.type}")

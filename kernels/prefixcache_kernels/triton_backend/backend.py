@@ -3,7 +3,7 @@
 Owns the choice of tiles for a device; keeps nothing from one step to the next.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from prefixcache_kernels.triton_backend.launch import (
 )
 from prefixcache_kernels.triton_backend.linear import InvariantLinear
 from prefixcache_kernels.triton_backend.paged_attention import paged_attention, tile_of
-from prefixcache_kernels.triton_backend.plan import TritonPlan
+from prefixcache_kernels.triton_backend.plan import Capacity, TritonPlan
 from prefixcache_kernels.work import SPAN, StepWork
 
 
@@ -84,6 +84,33 @@ class TritonKernels:
         """
         policy = self.policy(heads)
         return TritonPlan.of(work, heads=heads, angles=rope_table, span=self.span, policy=policy)
+
+    def decode_capacity(self, rows: int, blocks: int, block_size: int) -> Capacity:
+        """Room for any step of one row for each of `rows` sequences of at most `blocks` blocks."""
+        return Capacity.decode(rows, blocks, block_size, self.span)
+
+    def reserve(
+        self,
+        capacity: Capacity,
+        *,
+        heads: Heads,
+        rope_table: Tensor,
+        windows: Iterable[int | None],
+        block_size: int,
+    ) -> TritonPlan:
+        """Return an empty plan whose buffers stay where they are, for a graph to be captured over.
+
+        `TritonPlan.load` puts a step into it; kernels launched with it then do that step's work.
+        """
+        return TritonPlan(
+            capacity,
+            heads=heads,
+            angles=rope_table,
+            windows=windows,
+            block_size=block_size,
+            span=self.span,
+            policy=self.policy(heads),
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 INTERPRETED_PROGRAMS = 3
@@ -56,6 +57,10 @@ class Launch:
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the import)."""
     return bool(triton.knobs.runtime.interpret)
+
+
+WIDEN = tl.constexpr(interpreted())
+"""Kernels widen the operands of a product: Triton 3.9's interpreter takes bfloat16 for integers."""
 
 
 def persistent_programs(device: torch.device) -> int:

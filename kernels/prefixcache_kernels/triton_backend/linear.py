@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefixcache_kernels.triton_backend.dot import dot
-from prefixcache_kernels.triton_backend.launch import FLOATS, Launch, check
+from prefixcache_kernels.triton_backend.launch import FLOATS, WIDEN, Launch, check
 
 _GROUP = 8
 """Row tiles that pass over the same weights together, so that these are read from L2."""
@@ -57,7 +56,9 @@ def _linear(
         live_k = k < inputs - start
         a = tl.load(x_tile + start, mask=live_m[:, None] & live_k[None, :], other=0.0)
         b = tl.load(w_tile + start, mask=live_k[:, None] & live_n[None, :], other=0.0)
-        sums = dot(a, b, sums)
+        if WIDEN:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
     if has_bias:
         sums += tl.load(bias + n, mask=live_n, other=0.0).to(tl.float32)[None, :]
     place = y + m.to(tl.int64)[:, None] * outputs + n[None, :]

@@ -24,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from prefixcache_kernels.backend import Heads
-from prefixcache_kernels.triton_backend.dot import dot
 from prefixcache_kernels.triton_backend.launch import (
     FLOATS,
+    WIDEN,
     Launch,
     check,
     pad,
@@ -101,7 +101,9 @@ def _attend_span(
             k_at = tl.max_contiguous(tl.multiple_of(k_at, run), run)
         # A key that was never written spoils its own column of scores only, and that is replaced.
         key = tl.load(k_base + d[:, None] * k_dim + k_at[None, :], mask=d[:, None] < dim, other=0.0)
-        scores = dot(query, key, tl.zeros((block_m, block_n), tl.float32)) * scale
+        if WIDEN:
+            key = key.to(tl.float32)
+        scores = tl.dot(query, key, input_precision="ieee") * scale
         seen = n[None, :] <= position[:, None]
         if window > 0:
             seen = seen & (n[None, :] > position[:, None] - window)
@@ -116,7 +118,10 @@ def _attend_span(
         v_live = written[:, None] & (d[None, :] < dim)
         value = tl.load(v_base + v_at[:, None] + d[None, :] * v_dim, mask=v_live, other=0.0)
         values = values * factor[:, None]
-        values = dot(weights.to(value.dtype), value, values)
+        weights = weights.to(value.dtype)
+        if WIDEN:
+            weights, value = weights.to(tl.float32), value.to(tl.float32)
+        values = tl.dot(weights, value, values, input_precision="ieee")
         maximum = top
     return maximum, sums, values
 
@@ -173,6 +178,8 @@ def _attend(
         inside = live[:, None] & (d[None, :] < dim)
         at = (row * q_heads + q_head)[:, None] * dim + d[None, :]
         query = tl.load(q + at, mask=inside, other=0.0)
+        if WIDEN:
+            query = query.to(tl.float32)
         low, high = tl.min(tl.where(live, position, _FAR), 0), tl.max(position, 0)
         maximum = tl.full((block_m,), -float("inf"), tl.float32)
         sums = tl.zeros((block_m,), tl.float32)

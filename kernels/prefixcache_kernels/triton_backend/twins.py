@@ -11,7 +11,7 @@ from prefixcache_kernels.backend import Heads
 from prefixcache_kernels.work import Int32
 
 
-def dense_attention(
+def dense_attention(  # noqa: PLR0917 (arrays of one product)
     q: Tensor,
     caches: tuple[Tensor, Tensor],
     positions: Int32,
