@@ -81,7 +81,7 @@ def attend(
     run_rows: int | None = 16,
     caches: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of random queries by the kernels, and by the twin from each sequence's own table."""
+    """Attention of random queries by the kernels, and by the twin from each row's own table."""
     heads, dtype = pool.heads, pool.keys.dtype
     work = planned(step, pool.size, [window], span, run_rows)
     q = noise(len(step.positions), heads.query * heads.dim, dtype=dtype, seed=5)

@@ -38,9 +38,9 @@ def test_write_kv_equals_its_twin_and_minus_one_writes_nothing(
     _equal(pool, keys, values)
 
 
-@every_dtype
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("heads", "size"), SIZES, ids=str)
+@pytest.mark.parametrize(("heads", "size"), SIZES[:3], ids=str)
 def test_rope_write_kv_equals_its_twins(
     dtype: torch.dtype, norm: bool, heads: Heads, size: int
 ) -> None:
@@ -78,7 +78,7 @@ def test_rope_write_kv_equals_its_twins(
 
 
 def test_block_ids_are_widened_before_they_meet_the_stride() -> None:
-    """KN-01: a block 2^31 elements and more into a cache; pages that nobody touches cost nothing."""
+    """KN-01: a block over 2^31 elements into a cache; pages that nobody touches cost nothing."""
     heads, size = Heads(1, 1, 16), 16
     block, blocks = heads.dim * size, 2**31 // 256 + 3
     store = torch.empty(blocks * block, dtype=torch.float16, device=DEVICE)
@@ -99,7 +99,7 @@ def test_block_ids_are_widened_before_they_meet_the_stride() -> None:
 
 def test_caches_may_be_views_with_any_strides() -> None:
     """KN-08: one pool [blocks, 2, size, heads, dim], K = view 0 and V = view 1."""
-    heads, size, k, v = Heads(2, 2, 24), 8, noise(3, 48), noise(3, 48, seed=1)
+    size, k, v = 8, noise(3, 48), noise(3, 48, seed=1)
     both = torch.full((4, 2, size, 2, 24), torch.nan, device=DEVICE)
     keys, values = both[:, 0].permute(0, 2, 3, 1), both[:, 1].permute(0, 2, 1, 3)
     slots = torch.tensor([31, 0, 9], device=DEVICE)

@@ -1,0 +1,56 @@
+"""A whole decoder on the Triton kernels against the same one on torch's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefixcache.model import attention
+from tests.kernels.triton_cases.inputs import DEVICE
+from tests.model.checkpoints import write_checkpoint
+from tests.model.served import Served
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="`Served` keeps its pool on the CPU")
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-odd-head-size": ("llama", {"num_key_value_heads": 1, "head_dim": 20}),
+    "qwen3-window-in-one-layer": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_decode_and_forks_equal_the_torch_backend(name: str, tmp_path: Path) -> None:
+    family, fields = MODELS[name]
+    directory = write_checkpoint(tmp_path, family, **fields)
+    ours, theirs = (Served(directory, backend, blocks=32) for backend in ("triton", "torch"))
+    assert ours.decoder.kernels.name == "triton"
+    ours.decoder.kernels.span = 32  # type: ignore[attr-defined]
+    tokens, other = ours.tokens(60), ours.tokens(8, seed=1)
+    prompt, forks = [3, 1, 2, 0], [[3, 1, 2, 20 + i] for i in range(3)]
+    steps = [
+        [(tokens[:45], 0, prompt)],
+        [(tokens[45:55], 45, prompt), (other, 0, [11])],
+        # Three forks of the prompt, each with its own copy of the last block, beside a decode row.
+        [*[([7 + i], 55, ids) for i, ids in enumerate(forks)], (other[:1], 8, [11])],
+    ]
+    for number, rows in enumerate(steps):
+        if number == 2:
+            for served in (ours, theirs):
+                served.cache.copy_blocks([(0, ids[-1]) for ids in forks])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "SPAN", 32)
+            logits = ours.run(*rows)
+        expected = theirs.run(*rows)
+        assert torch.isfinite(logits).all()
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    for part in ("keys", "values"):
+        pools = getattr(ours.cache, part), getattr(theirs.cache, part)
+        torch.testing.assert_close(*pools, rtol=0, atol=1e-4, equal_nan=True)
