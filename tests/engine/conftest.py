@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers.initialization import no_init_weights
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from prefixcache import Engine, EngineConfig
 from prefixcache.engine.messages import FlushCache, Release
@@ -52,6 +55,23 @@ def smollm2(smollm2_engine: Engine) -> Engine:
     smollm2_engine.step()
     assert smollm2_engine.manager.num_free == smollm2_engine.num_blocks
     return smollm2_engine
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference() -> transformers.LlamaForCausalLM:
+    """SmolLM2 as transformers reads it from the GGUF file, configuration and weights.
+
+    What `from_pretrained(gguf_file=…)` does, which wants the accelerate package for nothing here.
+    """
+    path = default_model_path()
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with no_init_weights():
+        model = transformers.LlamaForCausalLM(config)
+    weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing = model.load_state_dict(weights, strict=False)
+    assert (missing.missing_keys, missing.unexpected_keys) == (["lm_head.weight"], [])
+    model.tie_weights()
+    return model.float().eval()
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def expected(model, prompt, params: BeamSearchParams, eos) -> list[tuple[list[in
         repetition_penalty=params.repetition_penalty,
         eos_token_id=eos,
         pad_token_id=0,
-        bad_words_ids=[[i] for i in range(TOKENIZER_SIZE, model.config.vocab_size)] or None,
+        suppress_tokens=_beyond_the_tokenizer(model),
         return_dict_in_generate=True,
         output_scores=True,
     )
@@ -76,12 +76,20 @@ def expected(model, prompt, params: BeamSearchParams, eos) -> list[tuple[list[in
     return results
 
 
+def _beyond_the_tokenizer(model) -> list[int] | None:
+    """The tiny models' output layer is wider than their tokenizer; ids beyond never come out."""
+    small = model.config.vocab_size < 1_000
+    return list(range(TOKENIZER_SIZE, model.config.vocab_size)) if small else None
+
+
 def check_equal(engine: Engine, model, prompt, params: BeamSearchParams, eos) -> None:
     outputs = engine.generate([prompt], params)[0].outputs
     wanted = expected(model, prompt, params, eos)
     assert [output.token_ids for output in outputs] == [tokens for tokens, _ in wanted]
-    for output, (_, score) in zip(outputs, wanted, strict=True):
-        assert output.score == pytest.approx(score, abs=1e-4)
+    for output, (tokens, score) in zip(outputs, wanted, strict=True):
+        # Each token's logprob to 1e-4; a penalty below 1 divides their sum by less than its length.
+        scale = max(1.0, len(tokens) ** (1 - params.length_penalty))
+        assert output.score == pytest.approx(score, abs=1e-4 * scale)
 
 
 def grid_params(beams: int, penalty: float, stopping: bool | str, **changes) -> BeamSearchParams:
@@ -136,6 +144,42 @@ def test_the_whole_grid_equals_transformers(tmp_path: Path, family: str) -> None
         params = grid_params(beams, penalty, stopping, stop_token_ids=stop, ignore_eos=True)
         check_equal(engine, model, prompt, params, list(stop))
         engine.check_integrity()
+
+
+TEXTS = (
+    "The old lighthouse keeper climbed the stairs, as on every evening, and",
+    "def fibonacci(n: int) -> list[int]:\n    if n <= 0:\n        return []\n",
+    "1, 2, 3, 5, 8, 13, 21, 34, 55,",
+    "Привет, мир! Как дела?",
+    "<|im_start|>user\nName three rivers of Europe.<|im_end|>\n<|im_start|>assistant\n",
+    "The capital of France is",
+    '{"name": "Ada", "born": 1815, "tags": ["maths",',
+    "Once",
+    "# Results\n\n| model | tokens/s |\n|---|---|\n| small |",
+    "你好,世界。",
+    "Question: What is a trie?\nAnswer:",
+    "In the beginning " * 20,
+)
+SAMPLED = [(text, GRID[(7 * i + 3) % len(GRID)]) for i, text in enumerate(TEXTS)]
+
+
+def check_smollm2(engine: Engine, model, text: str, case, max_tokens: int) -> None:
+    beams, penalty, stopping = case
+    params = BeamSearchParams(beams, beams, max_tokens, 0, penalty, stopping)
+    eos = list(engine.model_config.eos_token_ids)
+    check_equal(engine, model, engine.tokenizer.encode(text), params, eos)
+
+
+@pytest.mark.parametrize(("text", "case"), SAMPLED[::4], ids=str)
+def test_smollm2_equals_transformers(smollm2, smollm2_reference, text, case) -> None:
+    check_smollm2(smollm2, smollm2_reference, text, case, max_tokens=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_smollm2_equals_transformers_on_twelve_prompts(smollm2, smollm2_reference, case) -> None:
+    for text in TEXTS[GRID.index(case) % 3 :: 3]:
+        check_smollm2(smollm2, smollm2_reference, text, case, max_tokens=24)
 
 
 def test_two_searches_at_once_equal_two_alone(engine, reference, likely_ends) -> None:

@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers.initialization import no_init_weights
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from prefixcache import Engine, SamplingParams
 from prefixcache.engine.outputs import RequestOutput
 from tests.engine.conftest import MakeEngine
-from tests.model.checkpoints import TOKENIZER_SIZE, default_model_path
+from tests.model.checkpoints import TOKENIZER_SIZE
 from tests.model.served import transformers_model
 
 TIE = 1e-4
@@ -73,21 +71,10 @@ def prompts_of(engine: Engine) -> dict[str, list[int]]:
     return prompts
 
 
-@pytest.fixture(scope="module")
-def reference() -> transformers.LlamaForCausalLM:
-    """SmolLM2 as transformers reads it from the GGUF file, configuration and weights.
-
-    What `from_pretrained(gguf_file=…)` does, which wants the accelerate package for nothing here.
-    """
-    path = default_model_path()
-    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    with no_init_weights():
-        model = transformers.LlamaForCausalLM(config)
-    weights = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing = model.load_state_dict(weights, strict=False)
-    assert (missing.missing_keys, missing.unexpected_keys) == (["lm_head.weight"], [])
-    model.tie_weights()
-    return model.float().eval()
+@pytest.fixture
+def reference(smollm2_reference: Any) -> Any:
+    """SmolLM2 as transformers reads it."""
+    return smollm2_reference
 
 
 @pytest.fixture(scope="module")
