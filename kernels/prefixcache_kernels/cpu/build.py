@@ -21,7 +21,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 SOURCES = ("linear.cpp", "attention.cpp", "rows.cpp")
-HEADERS = ("simd.h",)
+HEADERS = ("formats.h", "simd.h")
 # No contraction and no reassociation: the sources say where products are fused, and in what order
 # sums run. The order is what makes a row's bits independent of its batch.
 FLAGS = (
