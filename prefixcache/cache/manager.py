@@ -194,6 +194,9 @@ class BlockManager:
         self._drop_tail(shared)
 
     def _copy(self, src: int, dst: int) -> None:
+        # A batch reads what was there before it: of a block that waits for its own copy, that is
+        # not its content yet, so take it from where that one does.
+        src = next((copy.src for copy in self.copies if copy.dst == src), src)
         if src != dst:
             self.copies.append(BlockCopy(src, dst))
             self.num_copies += 1
