@@ -15,11 +15,13 @@ from sortedcontainers import SortedDict
 if TYPE_CHECKING:
     from prefixcache.cache.trie import Node
 
-PRUNED = 2**31
+PRUNED = 2**63
 """Level of blocks that only pruned branches have used: they go first."""
 
-LEASED = -(2**31)
-"""Level of blocks under a lease: they go last. Between the two stands the requests' priority."""
+LEASED = -(2**63)
+"""Level of blocks under a lease: they go last. Between the two stands the requests' priority, which
+has 32 bits and so meets neither: were a level both, a node whose lease ends would be put behind its
+parent in the same list."""
 
 
 class EvictionOrder:
