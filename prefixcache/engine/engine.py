@@ -187,9 +187,10 @@ class Engine:
         for sequence, group in step.full:
             self._announce(sequence, group)
             self._finish_full(sequence, group)
-        for row in step.rows:
+        rows = [row for row in step.rows if row.sequence.state is not State.FINISHED]
+        for row in rows:
             self._announce(row.sequence, row.group)
-        for result in self._run(step.rows):
+        for result in self._run(rows):
             if result.row.sequence.state is not State.FINISHED:  # a sibling failed the group
                 self.scheduler.advance(result.row)
                 self._apply(result)
@@ -343,14 +344,18 @@ class Engine:
             self._events.append(Failed(group.request_id, error))
 
     def _finish_full(self, sequence: Sequence, group: SequenceGroup) -> None:
-        """Nothing is left to grow into: a sample ends with what it has, a search cannot."""
-        if group.beam is None:
+        """Nothing is left to grow into: a sample ends with what it has.
+
+        A search has nothing yet, nor has a prompt whose log-probabilities are still missing.
+        """
+        if group.beam is not None:
+            what = "go on with this beam search: unpin prefixes, or narrow it"
+        elif sequence.next_logprob_position is not None:
+            what = "score these tokens: unpin prefixes, or ask for fewer at once"
+        else:
             self._finish(sequence, group, "length")
             return
-        message = (
-            "the pool is too full to go on with this beam search: unpin prefixes, or narrow it"
-        )
-        self._fail(group, ResourceExhausted(message))
+        self._fail(group, ResourceExhausted(f"the pool is too full to {what}"))
 
     def _advance_search(self, group: SequenceGroup) -> None:
         if group.live:

@@ -1,15 +1,46 @@
 """Faults that were found by attacking the engine, each with the smallest thing that shows it."""
 
 import random
+from typing import Any
 
 import pytest
 
-from prefixcache import BeamSearchParams, SamplingParams
-from prefixcache.engine.messages import Fork, ForkBranch, Release
+from prefixcache import BeamSearchParams, Engine, SamplingParams
+from prefixcache.engine.messages import (
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Fork,
+    ForkBranch,
+    Output,
+    PinPrefix,
+    Release,
+    Reply,
+    Score,
+    UnpinPrefix,
+)
+from prefixcache.errors import ResourceExhausted
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import Driver, bits
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2)
+
+
+def ask(engine: Engine, call: Command) -> Any:
+    """The value of a call that is answered at once."""
+    engine.execute(call)
+    (reply,) = [event for event in engine.take_events() if isinstance(event, Reply)]
+    assert reply.error is None
+    return reply.value
+
+
+def until_idle(engine: Engine) -> list[Event]:
+    """Run until nothing is left to do; all events."""
+    events = engine.step()
+    while engine.has_work:
+        events += engine.step()
+    return events
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -50,3 +81,35 @@ def test_no_priority_is_taken_for_a_lease(priority: int, make_engine: MakeEngine
     engine.check_integrity()
     driver.start("filler", range(100, 156), GREEDY)
     driver.finish()
+
+
+def test_a_search_that_fills_the_pool_fails_before_its_other_beams_run(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rows that its other beams have in that step have lost their blocks."""
+    engine = make_engine(block_size=1, num_gpu_blocks_override=150, max_model_len=66)
+    driver = Driver(engine, fails=["search"])
+    held = [engine.manager.pool.take() for _ in range(120)]
+    search = BeamSearchParams(num_beams=8, max_tokens=16, ignore_eos=True)
+    driver.start("search", range(100, 110), search)
+    driver.finish()
+    assert isinstance(driver.errors["search"], ResourceExhausted)
+    assert not caplog.records  # the forward pass was not even tried with them
+    for block in held:
+        engine.manager.pool.give(block)
+
+
+def test_a_full_pool_never_cuts_a_scoring_short(make_engine: MakeEngine) -> None:
+    """Pins leave too little: the scoring fails and says so; it does not end without its scores."""
+    engine = make_engine(num_gpu_blocks_override=32, max_model_len=64)
+    tokens = tuple(range(5, 68))
+    engine.generate([tokens], SamplingParams(max_tokens=1))
+    pin = ask(engine, PinPrefix("pin", tokens[:60], 60.0))
+    continuations = tuple(tuple(range(200 + i, 212 + i)) for i in range(6))
+    engine.execute(Score("score", tuple(range(100, 140)), continuations))
+    events = [event for event in until_idle(engine) if not isinstance(event, Reply)]
+    (failed,) = [event for event in events if isinstance(event, Failed)]
+    assert isinstance(failed.error, ResourceExhausted)
+    scored = {e.index for e in events if isinstance(e, Output) and len(e.prompt_logprobs) == 12}
+    assert {e.index for e in events if isinstance(e, Finished)} == scored
+    ask(engine, UnpinPrefix("unpin", pin.pin_id))
