@@ -1,6 +1,7 @@
 """Ours beside other servers, on the same weights, in turn, on this machine.
 
     python -m benchmarks.peers --json [--peers openvino,vllm,transformers,llamacpp] [--repeats 3]
+        [--write docs/performance.md]
 
 Builds an environment for each peer from the package registry (minutes the first time; one of them
 compiles for a quarter of an hour), then runs every server in a process of its own, one alive at a
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._report import Report
-from benchmarks.peer_runners import environments, floors
+from benchmarks.peer_runners import environments, floors, page
 from prefixcache.model.default_model import pull_default_model
 
 PREFIX, OWN = 1_024, 32
@@ -151,6 +152,7 @@ def main() -> None:
     report.parser.add_argument("--peers", default=names, help=f"of {names}")
     report.parser.add_argument("--repeats", type=int, default=3)
     report.parser.add_argument("--rows", default="", help="only these rows, with commas")
+    report.parser.add_argument("--write", type=Path, help="put the tables into this page as well")
     options = report.parse()
     asked = options.peers.split(",")
     if unknown := set(asked) - set(environments.PEERS):
@@ -172,6 +174,9 @@ def main() -> None:
     tell(report, rows, results, gguf, machine)
     compare(report, results)
     report.add("missing_peers", "; ".join(f"{k}: {v}" for k, v in missing.items()) or None)
+    if options.write:
+        bounds = {key: bound for key, (_, _, bound) in KEYS.items()}
+        page.write(options.write, report.figures, bounds, {row.name: row.unit for row in ROWS})
     report.finish()
 
 
@@ -254,6 +259,8 @@ def tell(
     for name, rounds in results.items():
         versions = {result["version"] for result in rounds if result}
         report.add(f"{name}_version", ", ".join(sorted(versions)) or None)
+    if ours:
+        report.add("ours_kernels", ours["facts"]["kernels"])
     for row in rows:
         if ours:
             shape = floors.Shape.of(ours["facts"], gguf.stat().st_size)

@@ -3,9 +3,13 @@
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from _loop import Result, Server, Tokens, serve
 
 from prefixcache import BeamSearchParams, Engine, EngineConfig, SamplingParams
+from prefixcache_kernels import select_kernels
+
+CPU = torch.device("cpu")
 
 
 class Ours(Server):
@@ -17,7 +21,9 @@ class Ours(Server):
         shape = self._engine.model_config
         names = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
         names += ("intermediate_size", "vocab_size")
+        kernels = select_kernels(self._engine.config.attention_backend, CPU, torch.float32)
         self.facts = {name: getattr(shape, name) for name in names}
+        self.facts["kernels"] = type(kernels).__name__  # the torch fallback must not pass unseen
 
     def sample(self, prompts: list[Tokens], n: int, max_tokens: int) -> Result:
         params = SamplingParams(
