@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import triton
 
 from prefixcache.model.attention import plan_step
-from prefixcache_kernels import SPAN, StepWork
+from prefixcache_kernels import SPAN, StepWork, select_kernels
 from prefixcache_kernels.triton_backend.attention_work import (
     AttentionWork,
     Policy,
@@ -126,3 +128,11 @@ def test_a_decode_step_of_any_tree_fits_the_capacity_of_its_size() -> None:
         needed = Capacity.of(step, [work])
         for name in ("entries", "groups", "items", "slots"):
             assert getattr(needed, name) <= getattr(capacity, name)
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter serves the CPU")
+def test_the_backend_says_what_it_needs() -> None:
+    with pytest.raises(ValueError, match="device: cpu: needs a GPU, or TRITON_INTERPRET=1"):
+        select_kernels("triton", torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match=r"dtype: torch\.float64 is not served"):
+        select_kernels("triton", torch.device("cuda"), torch.float64)

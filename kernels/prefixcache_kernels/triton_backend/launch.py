@@ -67,7 +67,8 @@ def persistent_programs(device: torch.device) -> int:
     """Size of a fixed grid whose programs share the work that the device finds in its buffers."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
-    return _processors(device.index or 0) * PROGRAMS_A_PROCESSOR
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _processors(index) * PROGRAMS_A_PROCESSOR
 
 
 @functools.cache

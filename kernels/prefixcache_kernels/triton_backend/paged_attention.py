@@ -287,7 +287,8 @@ def tile_of(heads: Heads, dtype: torch.dtype, shared_kib: int) -> AttentionTile:
     """
     width, small = pad(heads.dim), shared_kib < 100
     if dtype == torch.float32:  # no tensor cores: small tiles, for correctness
-        return AttentionTile(max(16, pad(heads.query // heads.kv)), 16, 4, 1 if small else 2)
+        rows, warps = pad(heads.query // heads.kv), 4 if width <= 64 else 8
+        return AttentionTile(rows, 16, warps, 1 if small else 2)
     # Two accumulators of block_m rows must fit in registers (see benchmarks.kernels_aot).
     if width > 128:
         return AttentionTile(32, 32, 8, 1 if small else 2)
