@@ -33,13 +33,13 @@ def test_prefill_decode_and_forks_equal_the_torch_backend(name: str, tmp_path: P
     ours, theirs = (Served(directory, backend, blocks=32) for backend in ("triton", "torch"))
     assert ours.decoder.kernels.name == "triton"
     ours.decoder.kernels.span = 32  # type: ignore[attr-defined]
-    tokens, other = ours.tokens(60), ours.tokens(8, seed=1)
-    prompt, forks = [3, 1, 2, 0], [[3, 1, 2, 20 + i] for i in range(3)]
+    tokens, other = ours.tokens(40), ours.tokens(4, seed=1)
+    prompt, forks = [3, 1, 0], [[3, 1, 20], [3, 1, 21]]
     steps = [
-        [(tokens[:45], 0, prompt)],
-        [(tokens[45:55], 45, prompt), (other, 0, [11])],
-        # Three forks of the prompt, each with its own copy of the last block, beside a decode row.
-        [*[([7 + i], 55, ids) for i, ids in enumerate(forks)], (other[:1], 8, [11])],
+        [(tokens[:34], 0, prompt)],
+        [(tokens[34:38], 34, prompt), (other, 0, [11])],
+        # Two forks of the prompt, each with its own copy of the last block, beside a decode row.
+        [*[([7 + i], 38, ids) for i, ids in enumerate(forks)], (other[:1], 4, [11])],
     ]
     for number, rows in enumerate(steps):
         if number == 2:

@@ -61,19 +61,18 @@ def test_decode_and_prefill_equal_the_twin(
     heads: Heads, size: int, window: int | None, rows: int
 ) -> None:
     """KN-06: head sizes that are no power of two; lanes beyond them are masked."""
-    pool, step = _one(150, rows, heads, size)
+    pool, step = _one(150, rows, heads, size, dtype=torch.float16)
     out, expected = attend(pool, step, window=window, span=128)
     assert_close(out, expected)
 
 
 @every_dtype
-@pytest.mark.parametrize("dim", [64, 80])
-def test_every_dtype_equals_the_twin(dtype: torch.dtype, dim: int) -> None:
-    pool, step = _one(140, 20, Heads(6, 2, dim), 16, dtype=dtype)
-    for run_rows in (16, None):
-        out, expected = attend(pool, step, span=128, run_rows=run_rows)
-        assert out.dtype == dtype
-        assert_close(out, expected)
+@pytest.mark.parametrize("run_rows", [16, None])
+def test_every_dtype_equals_the_twin(dtype: torch.dtype, run_rows: int | None) -> None:
+    pool, step = _one(75, 20, Heads(6, 2, 80), 16, dtype=dtype)
+    out, expected = attend(pool, step, span=64, run_rows=run_rows)
+    assert out.dtype == dtype
+    assert_close(out, expected)
 
 
 @pytest.mark.parametrize("span", [16, 32, 512])
