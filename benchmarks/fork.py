@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks._report import Comparison, Report, compare
+from benchmarks._report import Comparison, Report, compare, median_seconds
 from benchmarks._server import serve
+from examples.best_of_n_with_pruning import best_of_n
 from examples.client_beam_search import beam_search
 from prefixcache import BeamSearchParams, Engine, EngineConfig
 from prefixcache.engine.messages import Generate
@@ -50,6 +51,7 @@ def measure(report: Report, target: str, rounds: int) -> None:
         first_token_of_samples(report, c, prompt, rounds)
         fork_of_a_running_sequence(report, c, prompt(LONG), 5 * rounds)
         searches(report, c, prompt, rounds)
+        pruning_and_scores(report, c, prompt(PREFIX), rounds)
         c.flush()
 
 
@@ -119,6 +121,20 @@ def fork_once(c: Client, tokens: list[int]) -> tuple[float, float]:
         return arrivals[0] - start, float(np.median(gaps))
 
 
+def pruning_and_scores(report: Report, c: Client, tokens: list[int], rounds: int) -> None:
+    """What giving up half of 16 samples saves, and what it takes to score 8 answers."""
+    length = 64
+    pair = compare(
+        lambda: best_of_n(c, tokens, n=16, max_tokens=length, seed=1),
+        lambda: c.best_of(tokens, n=16, max_tokens=length, seed=1),
+        rounds=rounds,
+    )
+    report.add("pruned_best_of_ratio", pair.ratio, unit="of the time of all 16 to their end")
+    answers = [tokens[at : at + 16] for at in range(0, 128, 16)]
+    seconds = median_seconds(lambda: c.score(tokens, answers), rounds=rounds)
+    report.add("score8_s", seconds, unit="s")
+
+
 # ---------------------------------------------------------------- beam search
 
 
@@ -167,7 +183,7 @@ def blocks_of_a_search(report: Report) -> None:
     In this process: only there can every single step be looked at.
     """
     width, steps = 8, 64
-    engine = Engine(EngineConfig(num_gpu_blocks_override=256))
+    engine = Engine(EngineConfig(num_gpu_blocks_override=256, max_model_len=2048))
     tokens = tuple(np.random.default_rng(1).integers(100, 40_000, PREFIX).tolist())
     engine.execute(Generate("search", tokens, BeamSearchParams(width, max_tokens=steps)))
     peak = copies = 0

@@ -15,7 +15,7 @@ from prefixcache_service import Client, Completion
 
 
 def best_of_n(
-    c: Client, prompt: str, *, n: int, max_tokens: int, seed: int | None = None
+    c: Client, prompt: str | list[int], *, n: int, max_tokens: int, seed: int | None = None
 ) -> list[Completion]:
     """The better half of n samples, ranked by mean log-probability a token, best first."""
     logprobs: list[list[float]] = [[] for _ in range(n)]
@@ -32,9 +32,8 @@ def best_of_n(
                 break
         # The first half of each counts, however far it has come since.
         order = sorted(range(n), key=lambda i: -fmean(logprobs[i][: max_tokens // 2]))
-        for i in order[n // 2 :]:
-            with suppress(NotFound):  # it has ended by itself
-                c.release(ids[i])
+        with suppress(NotFound):  # all have ended by themselves
+            c.release(*(ids[i] for i in order[n // 2 :]))
         outputs = stream.result().outputs
     return sorted((outputs[i] for i in order[: n // 2]), key=lambda out: -mean_logprob(out))
 

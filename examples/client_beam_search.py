@@ -43,7 +43,11 @@ def beam_search(
     length_penalty: float = 1.0,
     ignore_eos: bool = False,
 ) -> list[Hypothesis]:
-    """The num_beams best continuations, best first."""
+    """The num_beams best continuations, best first.
+
+    Up to 32 beams: the server sends at most 64 log-probabilities a position, and two a beam are
+    needed.
+    """
     ends = () if ignore_eos else c.model_info().eos_token_ids
     looks = max(2, 1 + len(ends)) * num_beams  # so many that num_beams go on even if others end
     root = c.generate(prompt, max_tokens=0, logprobs=looks, keep_seconds=KEEP_SECONDS).outputs[0]
@@ -92,8 +96,7 @@ def _beam(out: Completion, tokens: tuple[int, ...], logprob: float) -> Beam:
 
 
 def _release(c: Client, beams: list[Beam]) -> None:
-    for beam in beams:
-        c.release(beam.sequence_id)
+    c.release(*(beam.sequence_id for beam in beams))
 
 
 def main() -> None:

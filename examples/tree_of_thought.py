@@ -76,8 +76,8 @@ def tree_of_thought(
             ]
             scores = scorer(c, thoughts)
             ranked = sorted(zip(scores, thoughts, strict=True), key=lambda pair: -pair[0])
-            for _, thought in ranked[width:]:
-                c.release(thought.sequence_id)
+            if ranked[width:]:
+                c.release(*(thought.sequence_id for _, thought in ranked[width:]))
             ranked = ranked[:width]
             kept = [thought for _, thought in ranked]
     finally:

@@ -189,9 +189,12 @@ class AsyncClient:
         request = pb.ListSequencesRequest(cache_salt=self.cache_salt)
         return results.sequences(await self._call(self._stub.ListSequences, request))
 
-    async def release(self, sequence_id: str, *, subtree: bool = False) -> ReleaseReceipt:
-        """Give back a kept sequence, or end a running one; with `subtree` its descendants too."""
-        request = requests.release(sequence_id, subtree, self.cache_salt)
+    async def release(self, *sequence_ids: str, subtree: bool = False) -> ReleaseReceipt:
+        """Give back kept sequences, end running ones; with `subtree` their descendants too.
+
+        Those that are not there are passed over; raises NotFound where none of them is.
+        """
+        request = requests.release(sequence_ids, subtree, self.cache_salt)
         return results.receipt(await self._call(self._stub.Release, request))
 
     # ------------------------------------------------------------ cache

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from prefixcache.engine import messages as engine
@@ -18,6 +19,7 @@ from prefixcache_service.v1 import prefixcache_pb2 as pb
 
 MAX_BRANCHES = 256
 MAX_CONTINUATIONS = 256
+MAX_RELEASED = 1024
 MAX_CHAT_MESSAGES = 4096
 MAX_REQUEST_ID_CHARS = 128
 MAX_SALT_CHARS = 256
@@ -169,14 +171,19 @@ def score(request: pb.ScoreRequest, edge: Edge) -> engine.Score:
     )
 
 
-def release(request: pb.ReleaseRequest, call_id: str) -> engine.Release:
-    """The command of a ReleaseRequest."""
-    return engine.Release(
-        call_id=call_id,
-        sequence_id=_sequence_id("sequence_id", request.sequence_id),
-        subtree=request.subtree,
-        cache_salt=salt(request.cache_salt),
-    )
+def release(request: pb.ReleaseRequest) -> list[Callable[[str], engine.Release]]:
+    """The commands of a ReleaseRequest, one a sequence, but for their call ids."""
+    _require_count("sequence_ids", len(request.sequence_ids), MAX_RELEASED)
+    cache_salt = salt(request.cache_salt)
+    return [
+        partial(
+            engine.Release,
+            sequence_id=_sequence_id(f"sequence_ids[{index}]", sequence_id),
+            subtree=request.subtree,
+            cache_salt=cache_salt,
+        )
+        for index, sequence_id in enumerate(request.sequence_ids)
+    ]
 
 
 def pin(request: pb.PinPrefixRequest, edge: Edge) -> Callable[[str], engine.PinPrefix]:

@@ -148,9 +148,12 @@ def caller_request_id(request_id: str) -> str:
     return request_id.partition("/")[2].rpartition("/")[0]
 
 
-def receipt(value: engine.ReleaseReceipt) -> pb.ReleaseResponse:
-    """What a Release did."""
-    return pb.ReleaseResponse(sequence_ids=value.sequence_ids, blocks_freed=value.blocks_freed)
+def receipt(values: Sequence[engine.ReleaseReceipt]) -> pb.ReleaseResponse:
+    """What the parts of a Release did."""
+    return pb.ReleaseResponse(
+        sequence_ids=[sequence_id for value in values for sequence_id in value.sequence_ids],
+        blocks_freed=sum(value.blocks_freed for value in values),
+    )
 
 
 def pin(value: engine.PinInfo) -> pb.Pin:

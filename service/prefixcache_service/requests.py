@@ -191,9 +191,11 @@ def score(
     )
 
 
-def release(sequence_id: str, subtree: bool, cache_salt: str) -> pb.ReleaseRequest:
+def release(sequence_ids: Sequence[str], subtree: bool, cache_salt: str) -> pb.ReleaseRequest:
     """A ReleaseRequest."""
-    return _make(pb.ReleaseRequest, sequence_id=sequence_id, subtree=subtree, cache_salt=cache_salt)
+    return _make(
+        pb.ReleaseRequest, sequence_ids=sequence_ids, subtree=subtree, cache_salt=cache_salt
+    )
 
 
 def pin(prompt: Prompt, seconds: float, cache_salt: str) -> pb.PinPrefixRequest:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from prefixcache.engine import messages as engine
-from prefixcache.errors import Unavailable
+from prefixcache.errors import NotFound, Unavailable
 from prefixcache_service import convert, render
 from prefixcache_service.front import AsyncFront, Request
 from prefixcache_service.v1 import prefixcache_pb2 as pb
@@ -86,9 +86,14 @@ class Servicer:
         return render.sequences(cast(tuple[engine.SequenceInfo, ...], infos))
 
     async def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
-        """Give back a sequence."""
-        receipt = await self._front.call(lambda call_id: convert.release(request, call_id))
-        return render.receipt(cast(engine.ReleaseReceipt, receipt))
+        """Give back sequences, all between the same two steps; raises NotFound if none is there."""
+        calls = [self._front.call(make) for make in convert.release(request)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        receipts = [answer for answer in answers if isinstance(answer, engine.ReleaseReceipt)]
+        for error in answers:
+            if isinstance(error, BaseException) and not (isinstance(error, NotFound) and receipts):
+                raise error
+        return render.receipt(receipts)
 
     async def get_cache_stats(self, request: pb.GetCacheStatsRequest) -> pb.GetCacheStatsResponse:
         """Show pool and counters."""

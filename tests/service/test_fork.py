@@ -173,6 +173,20 @@ def test_release_ends_a_running_sequence_and_its_descendants(client):
     assert stream.result().finish_reason == fork.result().finish_reason == "abort"
 
 
+def test_several_are_released_in_one_call_and_those_gone_are_passed_over(client):
+    """A search gives back a whole generation at once, whichever of them have ended."""
+    outs = client.generate(PROMPT, n=3, max_tokens=4, keep_seconds=60, **GREEDY).outputs
+    (child,) = client.fork([Branch(outs[0].sequence_id)], max_tokens=2, keep_seconds=60, **GREEDY)
+    ids = [out.sequence_id for out in outs]
+    receipt = client.release(ids[0], "nobody", ids[2])
+    assert receipt.sequence_ids == (ids[0], ids[2])
+    assert {info.sequence_id for info in client.sequences()} == {ids[1], child.sequence_id}
+    receipt = client.release(ids[0], ids[1], child.sequence_id, child.sequence_id, subtree=True)
+    assert receipt.sequence_ids == (ids[1], child.sequence_id)
+    with pytest.raises(NotFound):
+        client.release(*ids)
+
+
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_waiting_request_can_be_released(server, client, n):
     """RC-06: its call ends with `abort`, though it was never admitted."""

@@ -367,14 +367,14 @@ class SequenceInfo(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., parent_sequence_id: _Optional[str] = ..., request_id: _Optional[str] = ..., state: _Optional[_Union[SequenceState, str]] = ..., num_tokens: _Optional[int] = ..., fork_position: _Optional[int] = ..., own_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., stream_key: _Optional[int] = ..., kept_seconds: _Optional[float] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("sequence_id", "subtree", "cache_salt")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sequence_ids", "subtree", "cache_salt")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     SUBTREE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: str
+    sequence_ids: _containers.RepeatedScalarFieldContainer[str]
     subtree: bool
     cache_salt: str
-    def __init__(self, sequence_id: _Optional[str] = ..., subtree: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, sequence_ids: _Optional[_Iterable[str]] = ..., subtree: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("sequence_ids", "blocks_freed")

@@ -136,7 +136,7 @@ class PrefixCacheServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives a kept sequence back, or ends a running one; on request with all its descendants.
+        """Gives kept sequences back and ends running ones; on request with all their descendants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
