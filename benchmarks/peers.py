@@ -11,11 +11,15 @@ number of tokens; ends are ignored; each is warmed up first, and the clock is th
 dynamic quantisation, and is judged by the faster.
 """
 
+import contextlib
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +31,7 @@ from prefixcache.model.default_model import pull_default_model
 
 PREFIX, OWN = 1_024, 32
 TIMEOUT_S = 1_800
+SETTLE_S = 2.0
 Timings = dict[str, Any]
 
 
@@ -35,7 +40,7 @@ class Row:
     """One comparison. prompt: `prefix` tokens and `own` ones behind; `calls` times, each its own.
 
     warm: the prefix has been seen before the clock starts, behind another last token.
-    once: only in the first round; printed, held to no bound.
+    once: only in the first round, because some of the peers take minutes over it.
     """
 
     name: str
@@ -97,7 +102,7 @@ ROWS = (
     Row("single", 64, calls=2),
     Row("n16", 64, n=16),
     Row("shared16", 64, prompts=16, own=OWN),
-    Row("shared16_cold", 64, prompts=16, own=OWN, warm=False),
+    Row("shared16_cold", 64, prompts=16, own=OWN, warm=False, once=True),
     Row("beam4", 32, n=4, kind="beam"),
     Row("beam16", 32, n=16, kind="beam", once=True),
     Row("beam64", 32, n=64, kind="beam", once=True),
@@ -165,12 +170,16 @@ def main() -> None:
     repeats = 1 if options.quick else options.repeats
     machine = floors.measure()
     results: dict[str, list[Timings]] = {server.name: [] for server in servers}
-    for repeat in range(repeats):
-        for server in servers:
-            wanted = [row for row in rows if row.name in server.rows]
-            wanted = [row for row in wanted if not (row.once and (repeat or options.quick))]
-            if wanted:
-                results[server.name].append(run(report, server, wanted, gguf))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for repeat in range(repeats):
+            for server in servers:
+                first = repeat == 0 and not options.quick
+                wanted = [r for r in rows if r.name in server.rows and (first or not r.once)]
+                if wanted:
+                    results[server.name].append(run(report, server, wanted, gguf))
+    except KeyboardInterrupt:
+        report.progress("!!! INTERRUPTED: what follows is what had been measured until then")
     tell(report, rows, results, gguf, machine)
     compare(report, results)
     report.add("missing_peers", "; ".join(f"{k}: {v}" for k, v in missing.items()) or None)
@@ -208,26 +217,41 @@ def run(report: Report, server: Server, rows: list[Row], gguf: Path) -> Timings:
     }
     log = environments.peers_directory() / f"{server.name}.log"
     report.progress(f"{server.name}: {', '.join(row.name for row in rows)}")
-    with log.open("w") as errors:
-        try:
-            result = subprocess.run(
-                line,
-                input=json.dumps(job),
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                timeout=TIMEOUT_S,
-                env=environments.variables(peer),
-                check=True,
-            )
-            answer = json.loads(result.stdout.strip().splitlines()[-1])
-        except (subprocess.SubprocessError, ValueError, IndexError) as error:
-            report.progress(f"!!! {server.name.upper()} FAILED: {error}; see {log}")
-            return {}
+    try:
+        answer = json.loads(talk(line, json.dumps(job), log, environments.variables(peer)))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        report.progress(f"!!! {server.name.upper()} FAILED: {error}; see {log}")
+        return {}
     for name, timing in answer["rows"].items():
         if timing["error"]:
             report.progress(f"!!! {server.name} could not do {name}: {timing['error']}")
     return answer
+
+
+def talk(line: list[str], job: str, log: Path, env: dict[str, str]) -> str:
+    """Start a runner, give it its job, and return its answer when all that it started has ended.
+
+    Servers with processes of their own leave some behind, and those would spin beside the next one:
+    so a runner has a process group, which is ended with it.
+    """
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            line,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=env,
+            start_new_session=True,
+        )
+        try:
+            answer, _ = process.communicate(job, timeout=TIMEOUT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            time.sleep(SETTLE_S)
+    return answer.strip().splitlines()[-1] if answer.strip() else ""
 
 
 def short(row: dict[str, Any]) -> dict[str, Any]:
