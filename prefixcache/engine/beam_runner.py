@@ -98,7 +98,7 @@ class BeamRunner:
     def _result(self, group: SequenceGroup, index: int, hypothesis: Hypothesis) -> list[Event]:
         """Started (the first index had it at admission), Output and Finished of a hypothesis."""
         name, ending = group.request_id, hypothesis.ending
-        result = self._requests.hypothesis(group.first, index, ending.tokens)
+        result = self._requests.hypothesis(group, index, ending.tokens)
         kept = result.keep_seconds
         if kept > 0:
             self._keep(result, group)
@@ -107,7 +107,10 @@ class BeamRunner:
         finished = Finished(name, index, reason, cause, result.usage, kept, score=score)
         events: list[Event] = [Output(name, index, ending.tokens, _text(result, ending)), finished]
         if index > 0:
-            events.insert(0, Started(name, index, result.id, 0, result.num_prompt_tokens, 0))
+            started = Started(
+                name, index, result.id, result.stream_key, result.num_prompt_tokens, 0
+            )
+            events.insert(0, started)
         return events
 
     def _keep(self, result: Sequence, group: SequenceGroup) -> None:

@@ -135,10 +135,16 @@ class RequestBuilder:
         sample.keep_seconds = parent.keep_seconds
         return sample
 
-    def hypothesis(self, first: Sequence, index: int, generated: TokenIds) -> Sequence:
-        """A result of a beam search behind the prompt of `first`, as a sequence that has ended."""
+    def hypothesis(self, group: SequenceGroup, index: int, generated: TokenIds) -> Sequence:
+        """A result of a beam search, as a sequence that has ended.
+
+        A search draws nothing; the keys are for forks, and follow from one another as samples' do.
+        """
+        first, search = group.first, group.beam
+        assert search is not None
         prompt = first.tokens.view()[: first.num_prompt_tokens]
-        result = self._sequence(index, prompt, first.params, first.stream_key, first.salt)
+        key = derive_key(first.stream_key, index - 1) if index else first.stream_key
+        result = self._sequence(index, prompt, first.params, key, first.salt)
         for token in generated:
             result.tokens.append(token)
         result.state = State.FINISHED
@@ -146,6 +152,7 @@ class RequestBuilder:
         result.counts_prompt = index == 0
         if index == 0:
             result.id = first.id
+            result.next_branch = search.params.num_return_sequences - 1
             result.num_cached_tokens = first.num_cached_tokens
         return result
 
@@ -157,7 +164,9 @@ class RequestBuilder:
         """A prompt to be searched: its sequence becomes the first beam."""
         params.validate(self._tokenizer.vocab_size)
         self._check(tokens, params.as_sampling(), "beam_search")
-        sequence = self._sequence(0, tokens, params.as_sampling(), 0, command.cache_salt)
+        sampling = params.as_sampling()
+        key = self._key(sampling, arrival)
+        sequence = self._sequence(0, tokens, sampling, key, command.cache_salt)
         sequence.keep_seconds = command.keep_seconds
         search = BeamSearch(params, len(sequence.stop_ids))
         if search.num_candidates > self._tokenizer.vocab_size:

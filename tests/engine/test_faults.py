@@ -113,3 +113,16 @@ def test_a_full_pool_never_cuts_a_scoring_short(make_engine: MakeEngine) -> None
     scored = {e.index for e in events if isinstance(e, Output) and len(e.prompt_logprobs) == 12}
     assert {e.index for e in events if isinstance(e, Finished)} == scored
     ask(engine, UnpinPrefix("unpin", pin.pin_id))
+
+
+def test_forks_of_beam_results_draw_from_streams_of_their_own(make_engine: MakeEngine) -> None:
+    """Results have a key each; so have their forks, and they differ from search to search."""
+    engine = make_engine(seed=None)
+    search = BeamSearchParams(num_beams=4, num_return_sequences=3, max_tokens=6)
+    keys: list[int] = []
+    for _ in range(2):
+        results = engine.generate([[5, 9, 33, 7]], search, keep_seconds=60)[0].outputs
+        branches = [ForkBranch(result.sequence_id, GREEDY) for result in results for _ in "ab"]
+        children = engine.run([Fork("children", tuple(branches))])[0].outputs
+        keys += [output.stream_key for output in [*results, *children]]
+    assert len(keys) == len(set(keys)) == 2 * (3 + 6)
