@@ -124,6 +124,10 @@ class BeamSearchParams:
         cannot beat the worst of them at the present length; "never" when it cannot at any length.
     stop, stop_token_ids, ignore_eos: what ends a hypothesis, each by itself.
     repetition_penalty, logit_bias: applied to the log-probabilities inside the search.
+    num_beam_groups: split the beams into groups of equal size that are searched one after another
+        (diverse beam search, arXiv:1610.02424); 1 to num_beams, a divisor of it.
+    diversity_penalty: taken from a token's log-probability for each beam of an earlier group that
+        has chosen it in the same step, in [0, 100]; above 0 where there are groups.
     """
 
     num_beams: int
@@ -137,7 +141,14 @@ class BeamSearchParams:
     ignore_eos: bool = False
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
     skip_special_tokens: bool = True
+
+    @property
+    def group_size(self) -> int:
+        """Beams of a group."""
+        return self.num_beams // self.num_beam_groups
 
     def validate(self, vocab_size: int, where: str = "beam_search") -> None:
         """Raise InvalidArgument naming `where.field` for the first value out of range."""
@@ -146,6 +157,18 @@ class BeamSearchParams:
         check.integer("num_return_sequences", self.num_return_sequences, 1, self.num_beams)
         check.integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         check.number("length_penalty", self.length_penalty, -10.0, 10.0)
+        check.integer("num_beam_groups", self.num_beam_groups, 1, self.num_beams)
+        check.require(
+            "num_beam_groups",
+            self.num_beams % self.num_beam_groups == 0,
+            f"{self.num_beams} beams do not divide into {self.num_beam_groups} equal groups",
+        )
+        check.number("diversity_penalty", self.diversity_penalty, 0.0, 100.0)
+        check.require(
+            "diversity_penalty",
+            (self.diversity_penalty > 0) == (self.num_beam_groups > 1),
+            "goes with num_beam_groups above 1, and only with it: else all groups find the same",
+        )
         allowed = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         check.require("early_stopping", allowed, 'must be true, false or "never"')
         self.as_sampling().validate(vocab_size, where)

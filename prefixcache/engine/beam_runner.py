@@ -35,9 +35,7 @@ class BeamRunner:
         if any(not _is_ready(beam) for beam in beams):
             return []
         scored = [beam.beam_candidates for beam in beams if beam.beam_candidates is not None]
-        candidates = search.best(scored)
-        endings = [self._ending(beams[c.parent], c.token) for c in candidates]
-        running = search.advance(candidates, endings)
+        running = search.step(scored, lambda beam, token: self._ending(beams[beam], token))
         if search.done:
             return self._results(group, search)
         self._reorder(group, beams, running)

@@ -1,6 +1,10 @@
 """Beam search against Hugging Face's `generate`, token for token, and what it does to the pool."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +13,7 @@ import torch
 import transformers
 
 from prefixcache import BeamSearchParams, Engine, EngineConfig, SamplingParams
-from prefixcache.engine.beam import BeamSearch, Continuation, Ending
+from prefixcache.engine.beam import BeamGroup, Continuation, Ending
 from prefixcache.engine.messages import Abort, Finished, Fork, ForkBranch, Generate
 from prefixcache.errors import InvalidArgument, NotFound, ResourceExhausted
 from tests.model.checkpoints import TOKENIZER_SIZE, write_checkpoint
@@ -290,10 +294,78 @@ def test_a_stop_string_ends_only_its_own_beam(engine) -> None:
         assert output.finish_reason == ("stop" if output.stop_reason else "length")
 
 
+# ---------------------------------------------------------------- diverse groups
+
+DIVERSE = [
+    (beams, groups, penalty, length_penalty, stopping)
+    for beams, groups in ((4, 2), (6, 3), (4, 4))
+    for penalty in (0.5, 2.0)
+    for length_penalty in (1.0, 0.6)
+    for stopping in STOPPING
+]
+
+
+def diverse_params(case, stop: list[int]) -> BeamSearchParams:
+    beams, groups, penalty, length_penalty, stopping = case
+    return grid_params(
+        beams,
+        length_penalty,
+        stopping,
+        num_beam_groups=groups,
+        diversity_penalty=penalty,
+        stop_token_ids=tuple(stop),
+        ignore_eos=True,
+    )
+
+
+def test_groups_part_at_the_first_token(engine) -> None:
+    params = diverse_params((4, 4, 100.0, 1.0, False), [])
+    outputs = engine.generate([PROMPT], params)[0].outputs
+    assert len({output.token_ids[0] for output in outputs}) == 4
+    again = engine.generate([PROMPT], params)[0].outputs
+    assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
+
+
+@pytest.mark.slow
+def test_diverse_groups_equal_an_older_transformers(
+    engine, checkpoint: Path, likely_ends: list[int], tmp_path: Path
+) -> None:
+    """transformers 5 has no diverse groups any more: a release that had them is installed apart."""
+    packages = tmp_path / "packages"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages)]
+    subprocess.run([*command, "transformers==4.49.0"], check=True)
+    job = {
+        "checkpoint": str(checkpoint),
+        "prompt": PROMPT,
+        "eos": likely_ends,
+        "suppress": list(range(TOKENIZER_SIZE, 320)),
+        "max_new_tokens": 14,
+        "cases": DIVERSE,
+    }
+    older = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("older_transformers.py"))],
+        input=json.dumps(job),
+        env={**os.environ, "PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for case, wanted in zip(DIVERSE, json.loads(older.stdout.splitlines()[-1]), strict=True):
+        outputs = engine.generate([PROMPT], diverse_params(case, likely_ends))[0].outputs
+        # That release writes its first end token, whichever one ended a hypothesis.
+        found = [
+            [*o.token_ids[:-1], likely_ends[0]] if o.finish_reason == "stop" else o.token_ids
+            for o in outputs
+        ]
+        assert found == [tokens for tokens, _ in wanted], case
+        scores = [score for _, score in wanted]
+        assert [o.score for o in outputs] == pytest.approx(scores, abs=1e-3), case
+
+
 # ---------------------------------------------------------------- the pure search
 
 
-def step(search: BeamSearch, *candidates: tuple[int, int, float, bool]) -> list[Continuation]:
+def step(search: BeamGroup, *candidates: tuple[int, int, float, bool]) -> list[Continuation]:
     """Candidates as (parent, token, score, ends)."""
     listed = [Continuation(p, t, s) for p, t, s, _ in candidates]
     endings = [Ending((t,) * (search.length + 1), t) if e else None for _, t, _, e in candidates]
@@ -302,7 +374,7 @@ def step(search: BeamSearch, *candidates: tuple[int, int, float, bool]) -> list[
 
 def test_a_score_is_divided_by_the_generated_length_alone() -> None:
     """BM-01: S of 2 tokens at -2.0, L of 8 tokens at -2.4: L first, whatever the prompt."""
-    search = BeamSearch(BeamSearchParams(2, 2, max_tokens=8, early_stopping="never"), 1)
+    search = BeamGroup(BeamSearchParams(2, 2, max_tokens=8, early_stopping="never"), 4)
     step(search, (0, 5, -0.1, False), (0, 6, -0.2, False))
     step(search, (0, 1, -2.0, True), (0, 5, -2.1, False), (1, 6, -2.2, False))
     for length in range(3, 8):
@@ -314,7 +386,7 @@ def test_a_score_is_divided_by_the_generated_length_alone() -> None:
 
 def test_the_best_hypotheses_are_kept_and_not_the_first() -> None:
     """BM-09: the search goes on until no runner can beat the worst kept one."""
-    search = BeamSearch(BeamSearchParams(2, 2, max_tokens=20), 1)
+    search = BeamGroup(BeamSearchParams(2, 2, max_tokens=20), 4)
     step(search, (0, 5, -0.1, False), (0, 1, -3.0, True), (0, 6, -4.0, False))
     step(search, (0, 5, -0.2, False), (0, 1, -3.1, True), (1, 6, -5.0, False))
     assert len(search.finished) == 2
@@ -336,6 +408,9 @@ def test_the_best_hypotheses_are_kept_and_not_the_first() -> None:
         (BeamSearchParams(2, length_penalty=float("nan")), "length_penalty"),
         (BeamSearchParams(2, early_stopping="sometimes"), "early_stopping"),
         (BeamSearchParams(2, repetition_penalty=0.0), "repetition_penalty"),
+        (BeamSearchParams(4, num_beam_groups=3, diversity_penalty=1.0), "num_beam_groups"),
+        (BeamSearchParams(4, num_beam_groups=2), "diversity_penalty"),
+        (BeamSearchParams(4, diversity_penalty=1.0), "diversity_penalty"),
         (BeamSearchParams(2, stop=("",)), "stop"),
         (BeamSearchParams(2, max_tokens=1_000), "max_tokens"),
         (BeamSearchParams(200, max_tokens=2), "num_beams"),  # BM-06: 400 of 300 tokens
