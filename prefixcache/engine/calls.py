@@ -26,7 +26,7 @@ from prefixcache.engine.messages import (
     UnsubscribeEvents,
 )
 from prefixcache.engine.registry import Entry, PinEntry
-from prefixcache.engine.sequence import State, TokenBuffer
+from prefixcache.engine.sequence import State
 from prefixcache.errors import FailedPrecondition, Internal, InvalidArgument, PrefixCacheError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _pin(engine: "Engine", call: PinPrefix) -> PinInfo:
     longest = engine.config.max_keep_seconds
     if not 0 < call.seconds <= longest:
         raise InvalidArgument("seconds", f"must be above 0 and at most {longest:g}")
-    data = token_bytes(TokenBuffer(call.token_ids).view())
+    data = token_bytes(engine.requests.prompt("prompt", call.token_ids))
     pin = engine.manager.pin(engine.requests.namespace(call.cache_salt), data)
     if pin.num_blocks == 0:
         engine.manager.unpin(pin)

@@ -6,6 +6,7 @@ Owns the rules of admission to the queue and the numbering of random streams. Ch
 import itertools
 import secrets
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 
 import numpy as np
 
@@ -61,7 +62,7 @@ class RequestBuilder:
     def generate(self, command: Generate) -> SequenceGroup:
         """A prompt, to be sampled n times, or searched."""
         arrival = next(self._arrivals)
-        tokens = self._prompt("prompt", command.prompt_token_ids)
+        tokens = self.prompt("prompt", command.prompt_token_ids)
         self.check_keep("keep_seconds", command.keep_seconds)
         if isinstance(command.params, BeamSearchParams):
             return self._search(command, command.params, tokens, arrival)
@@ -73,7 +74,7 @@ class RequestBuilder:
             sequence.logprob_start, sequence.top_logprobs = 0, params.prompt_logprobs
             sequence.prompt_logprobs.append(None)  # nothing precedes the first token
         n = params.n
-        self._check_room([len(tokens)] * n, [len(tokens)] * n, [params] * n)
+        self._check_room([len(tokens)] * n, [0, *[len(tokens)] * (n - 1)], [params] * n)
         namespace = self._namespace_of(command.cache_salt, arrival)
         group = SequenceGroup(command.request_id, [sequence], command.priority, arrival, namespace)
         group.num_samples = n
@@ -94,8 +95,12 @@ class RequestBuilder:
         namespaces = {parent.group.namespace for parent in parents}
         if len(namespaces) > 1:
             raise InvalidArgument("branches", "parents of one call must share a namespace")
-        first = sequences[0].tokens.view().tobytes()
-        shared = [common_tokens(first, s.tokens.view().tobytes()) for s in sequences]
+        # In sorted order, what a sequence has in common with any before it, it has with the last.
+        data = [s.tokens.view().tobytes() for s in sequences]
+        order = sorted(range(len(data)), key=data.__getitem__)
+        shared = [0] * len(data)
+        for before, at in pairwise(order):
+            shared[at] = common_tokens(data[before], data[at])
         self._check_room([len(s.tokens) for s in sequences], shared, [s.params for s in sequences])
         group = SequenceGroup(
             command.request_id, sequences, command.priority, arrival, namespaces.pop()
@@ -108,19 +113,20 @@ class RequestBuilder:
         arrival = next(self._arrivals)
         if not command.continuations:
             raise InvalidArgument("continuations", "at least one continuation is needed")
-        prefix = self._prompt("prefix", command.prefix_token_ids)
+        prefix = self.prompt("prefix", command.prefix_token_ids)
         params = SamplingParams(max_tokens=0)
         sequences = []
         for index, continuation in enumerate(command.continuations):
             field = f"continuations[{index}]"
-            tokens = np.concatenate([prefix, self._prompt(field, continuation)])
+            tokens = np.concatenate([prefix, self.prompt(field, continuation)])
             self._check(tokens, params, field)
             sequence = self._sequence(index, tokens, params, 0, command.cache_salt)
             sequence.logprob_start = len(prefix)
             sequence.top_logprobs = command.top_logprobs
             sequences.append(sequence)
         lengths = [len(s.tokens) for s in sequences]
-        self._check_room(lengths, [len(prefix)] * len(lengths), [params] * len(lengths))
+        shared = [0, *[len(prefix)] * (len(lengths) - 1)]
+        self._check_room(lengths, shared, [params] * len(lengths))
         namespace = self._namespace_of(command.cache_salt, arrival)
         return SequenceGroup(command.request_id, sequences, command.priority, arrival, namespace)
 
@@ -176,7 +182,7 @@ class RequestBuilder:
                 f"has {self._tokenizer.vocab_size}",
             )
         beams = [len(tokens)] * params.num_beams
-        self._check_room(beams, beams, [sequence.params] * params.num_beams)
+        self._check_room(beams, [0, *beams[1:]], [sequence.params] * params.num_beams)
         namespace = self._namespace_of(command.cache_salt, arrival)
         group = SequenceGroup(command.request_id, [sequence], command.priority, arrival, namespace)
         group.beam = search
@@ -249,13 +255,19 @@ class RequestBuilder:
 
     # ------------------------------------------------------------ checks
 
-    def _prompt(self, field: str, token_ids: TokenIds) -> Tokens:
-        if not token_ids:
+    def prompt(self, field: str, token_ids: TokenIds) -> Tokens:
+        """Checked ids, at least one. Raises InvalidArgument."""
+        if not len(token_ids):
             raise InvalidArgument(field, "must hold at least one token")
         return self._ids(field, token_ids)
 
     def _ids(self, field: str, token_ids: TokenIds) -> Tokens:
-        ids = np.array(token_ids, np.int64)
+        try:
+            ids = np.array(token_ids)
+        except ValueError:  # lists of different lengths
+            ids = np.array("")
+        if len(token_ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+            raise InvalidArgument(field, "must be whole numbers that are ids of the vocabulary")
         wrong = ids[(ids < 0) | (ids >= self._tokenizer.vocab_size)]
         if len(wrong):
             raise InvalidArgument(

@@ -13,15 +13,15 @@ DEFAULT_CPU_SHARE = 0.25
 def blocks_at_most(
     prompts: Sequence[int], shared: Sequence[int], extra: Sequence[int], block_size: int
 ) -> int:
-    """Blocks of sequences behind one prefix when each has grown to its end.
+    """Blocks of sequences that share what they can, when each has grown to its end.
 
-    prompts: tokens that each begins with. shared: how many of those all have in common with the
-    first. extra: tokens that each may generate; the last one's KV is never written.
+    prompts: tokens that each begins with. shared: how many of those are counted already, with
+    another sequence. extra: tokens that each may generate; the last one's KV is never written.
     """
     own = 0
     for prompt, common, more in zip(prompts, shared, extra, strict=True):
         own += -(-(prompt + max(more - 1, 0)) // block_size) - common // block_size
-    return own + max(shared, default=0) // block_size
+    return own
 
 
 def check_fits(needed: int, num_blocks: int, block_size: int, what: str) -> None:

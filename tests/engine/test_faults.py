@@ -13,6 +13,7 @@ from prefixcache.engine.messages import (
     Finished,
     Fork,
     ForkBranch,
+    Generate,
     Output,
     PinPrefix,
     Release,
@@ -20,7 +21,7 @@ from prefixcache.engine.messages import (
     Score,
     UnpinPrefix,
 )
-from prefixcache.errors import ResourceExhausted
+from prefixcache.errors import InvalidArgument, ResourceExhausted
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import Driver, bits
 
@@ -126,3 +127,32 @@ def test_forks_of_beam_results_draw_from_streams_of_their_own(make_engine: MakeE
         children = engine.run([Fork("children", tuple(branches))])[0].outputs
         keys += [output.stream_key for output in [*results, *children]]
     assert len(keys) == len(set(keys)) == 2 * (3 + 6)
+
+
+@pytest.mark.parametrize("order", ["abbbbbbb", "bbbbbbba", "bbbabbbb"])
+def test_what_branches_of_two_parents_need_does_not_depend_on_their_order(
+    order: str, make_engine: MakeEngine
+) -> None:
+    """Two prompts of 50 blocks, and a block a branch: that fits a pool of 128."""
+    engine = make_engine(num_gpu_blocks_override=128, max_model_len=300)
+    prompts = {"a": list(range(5, 205)), "b": list(range(50, 250))}
+    parents = {
+        name: engine.generate([prompt], GREEDY, keep_seconds=60)[0].outputs[0].sequence_id
+        for name, prompt in prompts.items()
+    }
+    branches = tuple(ForkBranch(parents[name], GREEDY) for name in order)
+    assert len(engine.run([Fork("fork", branches)])[0].outputs) == 8
+
+
+@pytest.mark.parametrize("tokens", [[1.7, 2.0], ["a"], [2**70], [[1, 2], [3, 4]], [[1], [2, 3]]])
+def test_what_are_no_token_ids_is_refused_by_name(tokens: Any, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    for command in (
+        Generate("generate", tokens, GREEDY),
+        Score("score", (5,), (tokens,)),
+        PinPrefix("pin", tokens, 60.0),
+    ):
+        engine.execute(command)
+        (event,) = engine.take_events()
+        assert isinstance(event, Failed | Reply)
+        assert isinstance(event.error, InvalidArgument)
