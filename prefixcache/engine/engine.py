@@ -30,13 +30,20 @@ from prefixcache.engine.messages import (
     Started,
     TokenLogprobs,
     Usage,
+    num_indexes,
 )
 from prefixcache.engine.outputs import RequestOutput
 from prefixcache.engine.registry import Registry
 from prefixcache.engine.sampler import NO_TOKEN
 from prefixcache.engine.scheduler import ScheduledRow
 from prefixcache.engine.sequence import Sequence, SequenceGroup, State
-from prefixcache.errors import AlreadyExists, Internal, PrefixCacheError, ResourceExhausted
+from prefixcache.errors import (
+    AlreadyExists,
+    Internal,
+    InvalidArgument,
+    PrefixCacheError,
+    ResourceExhausted,
+)
 from prefixcache.params import BeamSearchParams, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -387,6 +394,8 @@ class Engine:
 
         Raises the first request's error, if any; the others are ended.
         """
+        if isinstance(prompts, str):
+            raise InvalidArgument("prompts", "must be a list of prompts, not one string")
         if params is None or isinstance(params, SamplingParams | BeamSearchParams):
             params = [params or SamplingParams()] * len(prompts)
         commands = [
@@ -406,7 +415,8 @@ class Engine:
         outputs = []
         for command in commands:
             prompt = command.prompt_token_ids if isinstance(command, Generate) else ()
-            outputs.append(RequestOutput(command.request_id, list(prompt)))
+            count = num_indexes(command)
+            outputs.append(RequestOutput(command.request_id, list(prompt), count))
             self.execute(command)
         try:
             while not all(output.finished for output in outputs):

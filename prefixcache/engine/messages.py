@@ -66,6 +66,14 @@ class Score:
     top_logprobs: int = 0
 
 
+def num_indexes(request: Generate | Fork | Score) -> int:
+    """How many indexes a request has: each gets one Finished."""
+    if isinstance(request, Generate):
+        params = request.params
+        return params.n if isinstance(params, SamplingParams) else params.num_return_sequences
+    return len(request.branches if isinstance(request, Fork) else request.continuations)
+
+
 @dataclass(frozen=True, slots=True)
 class Abort:
     """End a live request, all its sequences; unknown ids are ignored."""

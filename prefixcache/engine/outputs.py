@@ -45,10 +45,14 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One request: its samples by index, and what its prompt cost."""
+    """One request: its samples by index, and what its prompt cost.
+
+    finished: true once `num_outputs` indexes have ended.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
+    num_outputs: int = 1
     outputs: list[CompletionOutput] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_forked_tokens: int = 0
@@ -83,7 +87,8 @@ class RequestOutput:
                 output.finish_reason, output.stop_reason = event.reason, event.stop_reason
                 output.next_token, output.usage = event.next_token, event.usage
                 output.score = event.score
-                self.finished = all(o.finish_reason for o in self.outputs)
+                ended = sum(1 for o in self.outputs if o.finish_reason)
+                self.finished = ended == max(len(self.outputs), self.num_outputs)
 
     def _output(self, index: int) -> CompletionOutput:
         while len(self.outputs) <= index:

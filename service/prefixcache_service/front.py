@@ -27,9 +27,9 @@ from prefixcache.engine.messages import (
     Score,
     SubscribeEvents,
     UnsubscribeEvents,
+    num_indexes,
 )
 from prefixcache.errors import AlreadyExists, PrefixCacheError, Unavailable
-from prefixcache.params import SamplingParams
 from prefixcache_service.mailbox import CacheEventBox, Mailbox, Progress
 
 Request = Generate | Fork | Score
@@ -71,7 +71,7 @@ class AsyncFront:
         if name in self._names:
             raise AlreadyExists("a request with this request_id is still running")
         numbered = replace(request, request_id=f"{name}/{next(self._numbers)}")
-        mailbox = Mailbox(_count_indexes(request))
+        mailbox = Mailbox(num_indexes(request))
         self._submit(numbered)
         self._names.add(name)
         self._mailboxes[numbered.request_id] = mailbox
@@ -175,10 +175,3 @@ class AsyncFront:
             answer.set_exception(reply.error)
         else:
             answer.set_result(reply.value)
-
-
-def _count_indexes(request: Request) -> int:
-    if isinstance(request, Generate):
-        params = request.params
-        return params.n if isinstance(params, SamplingParams) else params.num_return_sequences
-    return len(request.branches if isinstance(request, Fork) else request.continuations)

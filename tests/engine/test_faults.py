@@ -144,6 +144,14 @@ def test_what_branches_of_two_parents_need_does_not_depend_on_their_order(
     assert len(engine.run([Fork("fork", branches)])[0].outputs) == 8
 
 
+def test_run_waits_for_indexes_that_start_after_others_have_ended(make_engine: MakeEngine) -> None:
+    """The second continuation waits for the last block of the prefix, which the first computes."""
+    engine = make_engine(max_num_batched_tokens=16)
+    output = engine.run([Score("score", tuple(range(10, 62)), ((1,), (3,)))])[0]
+    assert [out.finish_reason for out in output.outputs] == ["length", "length"]
+    assert not engine.has_work
+
+
 @pytest.mark.parametrize("tokens", [[1.7, 2.0], ["a"], [2**70], [[1, 2], [3, 4]], [[1], [2, 3]]])
 def test_what_are_no_token_ids_is_refused_by_name(tokens: Any, make_engine: MakeEngine) -> None:
     engine = make_engine()
@@ -156,3 +164,8 @@ def test_what_are_no_token_ids_is_refused_by_name(tokens: Any, make_engine: Make
         (event,) = engine.take_events()
         assert isinstance(event, Failed | Reply)
         assert isinstance(event.error, InvalidArgument)
+
+
+def test_one_string_is_not_a_list_of_prompts(make_engine: MakeEngine) -> None:
+    with pytest.raises(InvalidArgument, match="list of prompts"):
+        make_engine().generate("The sky is", GREEDY)
