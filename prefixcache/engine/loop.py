@@ -15,6 +15,9 @@ from prefixcache.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
+LONGEST_WAIT = 3600.0
+"""Seconds to wait for a command at once; a queue refuses to wait for centuries."""
+
 _STOP = object()
 
 
@@ -74,6 +77,7 @@ class EngineLoop:
         timeout = None if not self.engine.has_work else 0.0
         if timeout is None:
             timeout = self.engine.registry.next_deadline
+            timeout = None if timeout is None else min(timeout, LONGEST_WAIT)
         try:
             while True:
                 command = (

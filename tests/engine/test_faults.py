@@ -1,11 +1,14 @@
 """Faults that were found by attacking the engine, each with the smallest thing that shows it."""
 
 import random
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from prefixcache import BeamSearchParams, Engine, SamplingParams
+from prefixcache.engine.loop import EngineLoop
 from prefixcache.engine.messages import (
     Command,
     Event,
@@ -14,6 +17,7 @@ from prefixcache.engine.messages import (
     Fork,
     ForkBranch,
     Generate,
+    GetStats,
     Output,
     PinPrefix,
     Release,
@@ -150,6 +154,27 @@ def test_run_waits_for_indexes_that_start_after_others_have_ended(make_engine: M
     output = engine.run([Score("score", tuple(range(10, 62)), ((1,), (3,)))])[0]
     assert [out.finish_reason for out in output.outputs] == ["length", "length"]
     assert not engine.has_work
+
+
+def test_the_loop_can_wait_for_a_lease_of_any_length(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_keep_seconds=1e12)
+    events: list[Event] = []
+    finished = threading.Event()
+
+    def deliver(batch: Sequence[Event]) -> None:
+        events.extend(batch)
+        if any(isinstance(event, Finished | Reply) for event in batch):
+            finished.set()
+
+    loop = EngineLoop(engine, deliver)
+    loop.start()
+    loop.submit(Generate("long", (5, 6, 7), GREEDY, keep_seconds=1e12))
+    assert finished.wait(20)
+    finished.clear()
+    loop.submit(GetStats("stats"))  # taken by a loop that has been waiting
+    assert finished.wait(20)
+    loop.stop(5)
+    assert loop.fault is None
 
 
 @pytest.mark.parametrize("tokens", [[1.7, 2.0], ["a"], [2**70], [[1, 2], [3, 4]], [[1], [2, 3]]])
