@@ -28,6 +28,8 @@ class EngineConfig:
     digest_seed: seed of the block digests; None draws a secret one at start.
     max_leases: kept sequences (`keep_seconds`) at once; max_keep_seconds bounds each.
     attention_backend: kernels: "auto" (the fastest that works here), "triton", "cpu" or "torch".
+    batch_invariant: on CUDA, linear layers whose rows do not depend on the batch, so that results
+        are the same bits however they are served; slower. On the CPU that is always so.
     num_threads: CPU threads of the model; None leaves it to torch.
     """
 
@@ -50,6 +52,7 @@ class EngineConfig:
     max_leases: int = 1024
     max_keep_seconds: float = 3600.0
     attention_backend: str = "auto"
+    batch_invariant: bool = False
     num_threads: int | None = None
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@
 
     torch   `reference.py`: the twins, in plain torch. They define what the others compute.
     cpu     `cpu/`: C++ compiled on first use, on weights in their own format.
+    triton  `triton_backend/`: for GPUs, or in Triton's interpreter.
 """
 
 from prefixcache_kernels.backend import Heads, Kernels, Linear, Weight

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from prefixcache_kernels.work import StepWork
+from prefixcache_kernels.work import Int64, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,10 @@ class Kernels(Protocol):
     """The operations of a decoder layer. Rows are [T, width], contiguous, in the model's dtype."""
 
     name: str
+    span: int
+    """Tokens in a span, for the planner; a constant of a backend on a device."""
+    same_bits: bool
+    """Whether a row's bits are made not to depend on the rows beside it."""
     run_rows: int | None
     """Sequences with so many rows in a step are planned as runs, not as groups; None: none are."""
 
@@ -93,6 +97,13 @@ class Kernels(Protocol):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, window: int | None
     ) -> Tensor:
         """Causal attention of each row over its sequence's blocks, softmax scale D^-1/2."""
+        ...
+
+    def copy_blocks(self, caches: Sequence[Tensor], sources: Int64, targets: Int64) -> None:
+        """Copy blocks within each cache, [layers, blocks, a, b, c]: what was there before the call.
+
+        sources, targets: int64 [n] block ids on the host, in range; a target occurs once.
+        """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -85,12 +85,12 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight: [out, in]; bias: [out] or None."""
         self.out_features, self.in_features = weight.shape
-        self._weight = weight.contiguous()
+        self.weight = weight.contiguous()
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, in] → [M, out]."""
-        return torch.nn.functional.linear(x, self._weight, self._bias)
+        return torch.nn.functional.linear(x, self.weight, self._bias)
 
 
 def row_independent(linear: PackedLinear | TiledLinear, dtype: torch.dtype) -> bool:

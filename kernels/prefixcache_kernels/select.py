@@ -15,24 +15,31 @@ _log = logging.getLogger(__name__)
 BACKENDS = ("auto", "triton", "cpu", "torch")
 
 
-def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+def select_kernels(
+    name: str, device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False
+) -> Kernels:
     """Return the backend called `name`.
 
-    name: "cpu" (compiled, float32 on the CPU), "torch" (any device and dtype), or "auto": the
-        compiled one where it serves and a compiler works, else torch; the log says why.
-        "triton": a GPU, or the CPU in Triton's interpreter where TRITON_INTERPRET=1 is set.
+    Args:
+        name: "triton" (a GPU, or the CPU in Triton's interpreter where TRITON_INTERPRET=1 is set),
+            "cpu" (compiled, float32 on the CPU), "torch" (any device and dtype), or "auto": Triton
+            on a GPU, the compiled one where it serves, else torch; the log says why.
+        device, dtype: where and in what the kernels compute.
+        batch_invariant: rows must not depend on each other. On the CPU they never do.
 
     Raises:
-        ValueError: no such backend, or it does not serve this device and dtype.
+        ValueError: no such backend, or it does not serve this device and dtype, or cannot promise
+            what `batch_invariant` asks for.
         BuildError: "cpu" was asked for and cannot be compiled here.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r}: one of {', '.join(map(repr, BACKENDS))}")
-    if name == "triton":
-        # Imported here: Triton takes a second to import, and is not there on every platform.
-        from prefixcache_kernels.triton_backend import TritonKernels  # noqa: PLC0415
-
-        return TritonKernels(device, dtype)
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        triton = _triton(name, device, dtype, batch_invariant)
+        if triton is not None:
+            return triton
+    if batch_invariant and device.type != "cpu":
+        raise ValueError(f"backend {name!r}: gives no batch-invariant results on {device.type}")
     serves = device.type == "cpu" and dtype == torch.float32
     if name == "cpu" and not serves:
         raise ValueError(f"backend 'cpu': serves float32 on the CPU, not {dtype} on {device.type}")
@@ -45,6 +52,21 @@ def select_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kerne
             raise
         _log.warning("CPU kernels are not available, using torch's: %s", error)
         return TorchKernels(device, dtype)
+
+
+def _triton(
+    name: str, device: torch.device, dtype: torch.dtype, batch_invariant: bool
+) -> Kernels | None:
+    """Triton's kernels; None where "auto" must do without."""
+    try:
+        # Imported here: Triton takes a second to import, and is not there on every platform.
+        from prefixcache_kernels.triton_backend import TritonKernels  # noqa: PLC0415
+    except ImportError as error:
+        if name == "triton":
+            raise ValueError(f"backend 'triton': {error}") from error
+        _log.warning("Triton is not available, using torch's kernels: %s", error)
+        return None
+    return TritonKernels(device, dtype, batch_invariant=batch_invariant)
 
 
 def _library() -> Library:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prefixcache_kernels import reference
 from prefixcache_kernels.backend import Heads, Linear, Weight
-from prefixcache_kernels.work import StepWork
+from prefixcache_kernels.work import SPAN, Int64, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,13 @@ class TorchKernels:
     """
 
     name = "torch"
+    span = SPAN
     run_rows: int | None = None
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, *, fixed_tiles: bool = False
     ) -> None:
+        self.same_bits = device.type == "cpu"
         self._device = device
         self._dtype = dtype
         self._fixed_tiles = fixed_tiles
@@ -146,6 +148,11 @@ class TorchKernels:
         """See `Kernels.paged_attention`."""
         scale = plan.heads.dim**-0.5
         return reference.paged_attention(q, k_cache, v_cache, plan.spans[window], scale)
+
+    def copy_blocks(self, caches: Sequence[Tensor], sources: Int64, targets: Int64) -> None:
+        """See `Kernels.copy_blocks`."""
+        ids = (torch.from_numpy(ids).to(self._device) for ids in (sources, targets))
+        reference.copy_blocks([layer for cache in caches for layer in cache], *ids)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""

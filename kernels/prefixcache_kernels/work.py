@@ -3,11 +3,11 @@
 Owns the array layout only. Which sequences share what is decided by the planner
 (`prefixcache.model.attention`); a kernel sees groups of query rows and a run of block ids.
 
-A *span* is a run of SPAN tokens at a fixed absolute position: span j of a sequence holds its
-positions [j·SPAN, (j+1)·SPAN). Attention is computed span by span and merged in span order, so
-that a row's arithmetic depends on its position alone: not on the batch, on how prefill was cut
-into chunks, nor on who shares the span (the split of FlashDecoding, arXiv 2311.01282, at fixed
-places).
+A *span* is a run of tokens at a fixed absolute position, as long as `Kernels.span` says: span j of
+a sequence holds its positions [j·span, (j+1)·span). Attention is computed span by span and merged
+in span order, so that a row's arithmetic depends on its position alone: not on the batch, on how
+prefill was cut into chunks, nor on who shares the span (the split of FlashDecoding, arXiv
+2311.01282, at fixed places).
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class StepWork:
 
     positions: int32 [T], absolute position of each row; -1 marks a padding row, which sees nothing.
     slots: int64 [T], block_id · block_size + offset; -1 writes nothing.
-    block_table: int32 [S, blocks], the width a multiple of SPAN / block_size.
+    block_table: int32 [S, blocks], the width a multiple of span / block_size.
     groups: for each window that the model's layers use, the attention work.
     """
 

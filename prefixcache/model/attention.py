@@ -76,22 +76,24 @@ def plan_step(
     block_size: int,
     windows: Iterable[int | None],
     run_rows: int | None = None,
+    span: int = SPAN,
 ) -> StepWork:
     """Plan the attention of a step: its groups for each window that the model's layers use.
 
     Args:
         step: checked rows, in any order of sequences.
-        block_size: tokens in a block; divides SPAN.
+        block_size: tokens in a block; divides the span.
         windows: sliding windows of the model's layers, None for full attention.
         run_rows: sequences with so many rows become runs and leave the groups; None: none do.
+        span: tokens in a span, the kernels' (`Kernels.span`).
     """
-    run = SPAN // block_size
+    run = span // block_size
     sequences, width = step.block_table.shape
     table = np.zeros((sequences, max(1, -(-width // run)) * run), np.int32)
     table[:, :width] = step.block_table
     live = np.repeat(step.seq_lens > 0, np.diff(step.query_start_loc))
     positions = np.where(live, step.positions, -1).astype(np.int32)
-    rows = _Rows(positions, table, _sharers_adjacent(table), run, run_rows)
+    rows = _Rows(positions, table, _sharers_adjacent(table), span, run, run_rows)
     groups = {w: _span_groups(step, rows, w) for w in windows}
     return StepWork(positions, step.slot_mapping, table, block_size, groups)
 
@@ -103,6 +105,7 @@ class _Rows:
     positions: Int32  # [T], -1 for padding
     table: Int32  # [S, width], width a multiple of run
     order: Int64  # [S], sequences with equal leading blocks side by side
+    span: int  # tokens
     run: int  # blocks in a span
     run_rows: int | None
 
@@ -117,7 +120,7 @@ def _sharers_adjacent(table: Int32) -> Int64:
 
 def _span_groups(step: StepInput, work: _Rows, window: int | None) -> SpanGroups:
     """Vectorised over a grid [spans, sequences in `order`], most of it in one pass of numpy."""
-    positions, order = work.positions, work.order
+    positions, order, size = work.positions, work.order, work.span
     queries = np.diff(step.query_start_loc)[order]
     length = np.where(queries > 0, step.seq_lens[order], 0)
     runs = (
@@ -129,13 +132,13 @@ def _span_groups(step: StepInput, work: _Rows, window: int | None) -> SpanGroups
     first = length - queries  # position of each sequence's first row
     first_span = np.zeros(len(positions), np.int32)
     if window is not None:
-        first_span = (np.maximum(positions - window + 1, 0) // SPAN).astype(np.int32)
-    spans = -(-int(length.max(initial=0)) // SPAN)
-    low = np.arange(spans)[:, None] * SPAN  # [J, 1] first position of each span
+        first_span = (np.maximum(positions - window + 1, 0) // size).astype(np.int32)
+    spans = -(-int(length.max(initial=0)) // size)
+    low = np.arange(spans)[:, None] * size  # [J, 1] first position of each span
     begin = np.maximum(first, low)  # [J, S] first row that sees a key of the span
     end = np.broadcast_to(length, begin.shape)
     if window is not None:
-        end = np.minimum(end, low + (SPAN - 1 + window))
+        end = np.minimum(end, low + (size - 1 + window))
     active = (end > begin) & (length > 0)
     # A group goes on while the next active sequence has the same blocks in this span.
     blocks = work.table[order, : spans * work.run].reshape(len(order), spans, work.run)
@@ -148,7 +151,7 @@ def _span_groups(step: StepInput, work: _Rows, window: int | None) -> SpanGroups
     offsets = np.cumsum(counts) - counts
     rows = np.repeat(origin - offsets, counts) + np.arange(int(counts.sum()))
     start = np.append(offsets[opens], len(rows))
-    grouped = np.maximum(positions[rows], 0) // SPAN - first_span[rows] + 1
+    grouped = np.maximum(positions[rows], 0) // size - first_span[rows] + 1
     return SpanGroups(
         window,
         span_of[opens].astype(np.int32),

@@ -88,6 +88,7 @@ class Decoder:
         dtype: torch.dtype,
         max_model_len: int,
         backend: str = "auto",
+        batch_invariant: bool = False,
     ) -> "Decoder":
         """Read the weights and lay them out for the kernels.
 
@@ -95,7 +96,7 @@ class Decoder:
             checkpoint: of `load_checkpoint`; one tensor is read at a time.
             device, dtype: where and in what the decoder computes.
             max_model_len: longest sequence in tokens; sizes the rotary table.
-            backend: of `prefixcache_kernels.select_kernels`.
+            backend, batch_invariant: of `prefixcache_kernels.select_kernels`.
 
         Raises:
             ModelError: a length that the rope scaling does not serve, or a broken tensor.
@@ -107,7 +108,7 @@ class Decoder:
                 f"num_heads {config.num_heads} is no multiple of num_kv_heads {config.num_kv_heads}"
             )
         rope = rope_table(config, max_model_len).to(device)
-        kernels = select_kernels(backend, device, dtype)
+        kernels = select_kernels(backend, device, dtype, batch_invariant=batch_invariant)
         reader = _Reader(checkpoint.weights, kernels, device, dtype)
         tied = config.tie_embeddings
         lm_head = reader.linear(["model.embed_tokens" if tied else "lm_head"], bias=False)
@@ -145,7 +146,7 @@ class Decoder:
         if step.positions.size and int(step.positions.max()) >= self.max_model_len:
             raise ValueError(f"positions: must be below max_model_len {self.max_model_len}")
         run, eps = self.kernels, self.config.rms_norm_eps
-        work = plan_step(step, kv_cache.block_size, self._windows, run.run_rows)
+        work = plan_step(step, kv_cache.block_size, self._windows, run.run_rows, run.span)
         plan = run.prepare(work, self._heads, self._rope)
         tokens = torch.from_numpy(step.token_ids).to(self.device, torch.int64)
         residual = self._embedding(tokens)  # [T, hidden]

@@ -6,11 +6,12 @@ where, the kernels'. Slots that were never written hold anything, NaN included: 
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from prefixcache.model.config import ModelConfig
-from prefixcache_kernels.reference import copy_blocks
+from prefixcache_kernels import Kernels
 
 
 class KVCache:
@@ -27,8 +28,10 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        kernels: Kernels,
     ) -> None:
-        """Allocate the pool; pages are touched when first written.
+        """Allocate the pool; pages are touched when first written. `kernels` copy its blocks.
 
         Raises:
             ValueError: num_blocks below 1, or block_size not a power of two from 1 to 128.
@@ -39,6 +42,7 @@ class KVCache:
             raise ValueError(f"block_size: a power of two from 1 to 128, not {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._kernels = kernels
         heads = (config.num_layers, num_blocks, config.num_kv_heads)
         self.keys = torch.empty(*heads, config.head_dim, block_size, dtype=dtype, device=device)
         self.values = torch.empty(*heads, block_size, config.head_dim, dtype=dtype, device=device)
@@ -67,9 +71,6 @@ class KVCache:
             raise ValueError(f"copies: block ids must be in [0, {self.num_blocks}): {copies}")
         if len(set(targets)) != len(targets):
             raise ValueError(f"copies: a target occurs twice: {copies}")
-        device = self.keys.device
-        copy_blocks(
-            [tensor for layer in self.layers for tensor in layer],
-            torch.tensor(sources, device=device),
-            torch.tensor(targets, device=device),
+        self._kernels.copy_blocks(
+            (self.keys, self.values), np.array(sources, np.int64), np.array(targets, np.int64)
         )

@@ -76,7 +76,9 @@ class _Prompt:
         self._decoder = decoder
         self._tokens = tokens.astype(np.int32)
         blocks = -(-len(tokens) // _BLOCK)
-        self._cache = KVCache(decoder.config, blocks, _BLOCK, dtype, decoder.device)
+        self._cache = KVCache(
+            decoder.config, blocks, _BLOCK, dtype, decoder.device, kernels=decoder.kernels
+        )
         self._blocks = np.arange(blocks, dtype=np.int32)[::-1].copy()
 
     def run(self, chunks: list[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""One thread by default: two that wait for each other crawl where other processes want the cores."""
+"""One thread by default: two that wait for each other crawl where others want the cores."""
 
 from collections.abc import Iterator
 

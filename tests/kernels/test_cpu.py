@@ -85,6 +85,16 @@ def test_auto_is_the_compiled_backend_and_torch_where_it_does_not_serve() -> Non
         select_kernels("gpu", CPU, torch.float32)
 
 
+def test_batch_invariance_is_promised_on_the_cpu_and_refused_where_it_cannot_be() -> None:
+    for name in ("cpu", "torch"):
+        assert select_kernels(name, CPU, torch.float32, batch_invariant=True).same_bits
+        assert select_kernels(name, CPU, torch.float32).same_bits
+    gpu = torch.device("cuda")
+    assert not select_kernels("torch", gpu, torch.bfloat16).same_bits
+    with pytest.raises(ValueError, match="'torch': gives no batch-invariant results on cuda"):
+        select_kernels("torch", gpu, torch.bfloat16, batch_invariant=True)
+
+
 def test_without_a_compiler_auto_falls_back_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

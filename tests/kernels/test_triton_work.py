@@ -130,6 +130,22 @@ def test_a_decode_step_of_any_tree_fits_the_capacity_of_its_size() -> None:
             assert getattr(needed, name) <= getattr(capacity, name)
 
 
+def test_captured_tables_are_whole_spans_wide() -> None:
+    capacity = Capacity.decode(rows=3, blocks=9, block_size=SIZE, span=4 * SIZE)
+    step = plan_step(rows_step([(1, 520)], [list(range(9))], SIZE), SIZE, [None], None, 4 * SIZE)
+    assert capacity.table == (3, step.block_table.shape[1]) == (3, 12)
+
+
+def test_spans_are_as_long_as_the_kernels_say() -> None:
+    """One plan of 700 keys: six spans of 128, or two of 512."""
+    tables = [list(range(11))]
+    for span, expected in ((SPAN, [0, 1, 2, 3, 4, 5]), (512, [0, 1])):
+        step = plan_step(rows_step([(1, 700)], tables, SIZE), SIZE, [None, 100], None, span)
+        work = attention_work(step.groups[None], step.positions, span, Policy(16))
+        assert work.group_spans.tolist() == expected
+        assert step.groups[100].first_span.tolist() == [600 // span]
+
+
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter serves the CPU")
 def test_the_backend_says_what_it_needs() -> None:
     with pytest.raises(ValueError, match="device: cpu: needs a GPU, or TRITON_INTERPRET=1"):

@@ -42,7 +42,9 @@ class Served:
             backend=backend,
         )
         self.block_size = block_size
-        self.cache = KVCache(self.config, blocks, block_size, torch.float32, CPU)
+        self.cache = KVCache(
+            self.config, blocks, block_size, torch.float32, CPU, kernels=self.decoder.kernels
+        )
         self.cache.keys.fill_(torch.nan)
         self.cache.values.fill_(torch.nan)
 

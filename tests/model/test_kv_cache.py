@@ -5,6 +5,7 @@ import torch
 
 from prefixcache.model.config import ModelConfig
 from prefixcache.model.kv_cache import KVCache
+from tests.kernels.backends import CPU, every_backend, kernels_of
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -21,8 +22,8 @@ CONFIG = ModelConfig(
 )
 
 
-def _cache(blocks: int = 5) -> KVCache:
-    cache = KVCache(CONFIG, blocks, 4, torch.float32, torch.device("cpu"))
+def _cache(blocks: int = 5, backend: str = "torch") -> KVCache:
+    cache = KVCache(CONFIG, blocks, 4, torch.float32, CPU, kernels=kernels_of(backend))
     cache.keys.copy_(torch.arange(blocks)[None, :, None, None, None].expand_as(cache.keys))
     cache.values.copy_(-cache.keys.transpose(-1, -2))
     return cache
@@ -35,8 +36,9 @@ def test_bytes_per_block_is_what_a_block_takes() -> None:
     assert KVCache.bytes_per_block(CONFIG, 4, torch.bfloat16) * 14 == held
 
 
-def test_copies_read_before_they_write_in_all_layers() -> None:
-    cache = _cache()
+@every_backend
+def test_copies_read_before_they_write_in_all_layers(backend: str) -> None:
+    cache = _cache(backend=backend)
     cache.copy_blocks([(0, 1), (1, 4), (4, 0)])
     expected = torch.tensor([4.0, 0.0, 2.0, 3.0, 1.0])
     assert torch.equal(cache.keys, expected[None, :, None, None, None].expand_as(cache.keys))
@@ -60,4 +62,4 @@ def test_wrong_copies_are_refused_before_any_is_made(copies: list[tuple[int, int
 @pytest.mark.parametrize(("blocks", "size", "name"), [(0, 16, "num_blocks"), (4, 24, "block_size")])
 def test_wrong_sizes_are_refused(blocks: int, size: int, name: str) -> None:
     with pytest.raises(ValueError, match=name):
-        KVCache(CONFIG, blocks, size, torch.float32, torch.device("cpu"))
+        KVCache(CONFIG, blocks, size, torch.float32, CPU, kernels=kernels_of("torch"))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefixcache_kernels import reference
 from prefixcache_kernels.backend import Heads, Linear, Weight
 from prefixcache_kernels.cpu.library import (
     ITEM_FIELDS,
@@ -144,6 +145,8 @@ class CpuKernels:
     """Compiled kernels for float32 on the CPU."""
 
     name = "cpu"
+    span = SPAN
+    same_bits = True
     run_rows: int | None = RUN_ROWS
 
     def __init__(self, library: Library) -> None:
@@ -218,6 +221,11 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         return out
+
+    def copy_blocks(self, caches: Sequence[Tensor], sources: Int64, targets: Int64) -> None:
+        """See `Kernels.copy_blocks`."""
+        ids = torch.from_numpy(sources), torch.from_numpy(targets)
+        reference.copy_blocks([layer for cache in caches for layer in cache], *ids)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""

@@ -12,6 +12,7 @@ from prefixcache_kernels import reference
 from prefixcache_kernels.backend import Heads, Linear, Weight
 from prefixcache_kernels.triton_backend import rows, write_kv
 from prefixcache_kernels.triton_backend.attention_work import Policy
+from prefixcache_kernels.triton_backend.copy_blocks import copy_blocks
 from prefixcache_kernels.triton_backend.launch import (
     FLOATS,
     interpreted,
@@ -21,7 +22,11 @@ from prefixcache_kernels.triton_backend.launch import (
 from prefixcache_kernels.triton_backend.linear import InvariantLinear
 from prefixcache_kernels.triton_backend.paged_attention import paged_attention, tile_of
 from prefixcache_kernels.triton_backend.plan import Capacity, TritonPlan
-from prefixcache_kernels.work import SPAN, StepWork
+from prefixcache_kernels.work import SPAN, Int64, StepWork
+
+GPU_SPAN = 512
+"""Tokens in a span on a GPU: longer ones write fewer partials, shorter ones keep a small batch of
+short sequences on more multiprocessors. Chosen by arithmetic, not by measurement."""
 
 
 class TritonKernels:
@@ -40,9 +45,9 @@ class TritonKernels:
         dtype: torch.dtype,
         *,
         batch_invariant: bool = True,
-        span: int = SPAN,
+        span: int | None = None,
     ) -> None:
-        """span: tokens in a span, the planner's.
+        """span: tokens in a span; `GPU_SPAN` on a GPU by default.
 
         Raises:
             ValueError: a device or dtype that the kernels do not serve.
@@ -51,7 +56,8 @@ class TritonKernels:
         require(served, "device", f"{device}: needs a GPU, or TRITON_INTERPRET=1 before the import")
         require(dtype in FLOATS, "dtype", f"{dtype} is not served")
         self.batch_invariant = batch_invariant
-        self.span = span
+        self.span = span or (GPU_SPAN if device.type == "cuda" else SPAN)
+        self.same_bits = batch_invariant and not interpreted()  # the interpreter's are numpy's
         self._device = device
         self._dtype = dtype
         self._shared_kib = shared_kib(device)
@@ -66,7 +72,8 @@ class TritonKernels:
 
     def embedding(self, weight: Weight, tied: Linear | None) -> Callable[[Tensor], Tensor]:
         """See `Kernels.embedding`."""
-        table = tied.weight if isinstance(tied, InvariantLinear) else weight.dense()
+        dense = (InvariantLinear, reference.PlainLinear)
+        table = tied.weight if isinstance(tied, dense) else weight.dense()
         return lambda ids: table[ids]
 
     def policy(self, heads: Heads) -> Policy:
@@ -146,6 +153,10 @@ class TritonKernels:
         """See `Kernels.paged_attention`."""
         tile = tile_of(plan.heads, q.dtype, self._shared_kib)
         return paged_attention(q, k_cache, v_cache, plan.attention(window), tile)
+
+    def copy_blocks(self, caches: Sequence[Tensor], sources: Int64, targets: Int64) -> None:
+        """See `Kernels.copy_blocks`."""
+        copy_blocks(caches, sources, targets)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""

@@ -59,8 +59,9 @@ class Capacity:
     @staticmethod
     def decode(rows: int, blocks: int, block_size: int, span: int) -> "Capacity":
         """Room for any decode step of one row for each of `rows` sequences of `blocks` blocks."""
-        spans = rows * -(-blocks * block_size // span)
-        return Capacity(rows, (rows, blocks), spans, spans, spans, spans)
+        each = -(-blocks * block_size // span)
+        spans, width = rows * each, each * (span // block_size)  # tables are whole spans wide
+        return Capacity(rows, (rows, width), spans, spans, spans, spans)
 
 
 class TritonPlan:

@@ -55,6 +55,10 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], flag("Where the model runs.")
 Backend = Annotated[
     Literal["auto", "triton", "cpu", "torch"], flag("Kernels; auto takes the fastest that works.")
 ]
+Invariant = Annotated[
+    bool,
+    flag("On CUDA: the same bits however a request is served, at a cost; the CPU always does."),
+]
 Threads = Annotated[int | None, flag("CPU threads of the model.")]
 MaxModelLen = Annotated[
     Any,
@@ -104,6 +108,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     dtype: Dtype = "auto",
     device: Device = "auto",
     attention_backend: Backend = "auto",
+    batch_invariant: Invariant = False,
     num_threads: Threads = None,
     max_model_len: MaxModelLen = None,
     seed: Seed = None,

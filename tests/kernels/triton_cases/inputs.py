@@ -8,7 +8,6 @@ import torch
 import triton
 from torch import Tensor
 
-from prefixcache.model import attention
 from prefixcache.model.attention import StepInput, plan_step
 from prefixcache_kernels import Heads, StepWork
 from prefixcache_kernels.triton_backend import TritonKernels
@@ -67,9 +66,7 @@ def planned(
     step: StepInput, size: int, windows: list[int | None], span: int, run_rows: int | None
 ) -> StepWork:
     """The planner's work with spans of `span` tokens: short ones make small inputs long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "SPAN", span)
-        return plan_step(step, size, windows, run_rows)
+    return plan_step(step, size, windows, run_rows, span)
 
 
 def attend(

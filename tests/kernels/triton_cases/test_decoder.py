@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from prefixcache.model import attention
 from tests.kernels.triton_cases.inputs import DEVICE
 from tests.model.checkpoints import write_checkpoint
 from tests.model.served import Served
@@ -32,7 +31,7 @@ def test_prefill_decode_and_forks_equal_the_torch_backend(name: str, tmp_path: P
     directory = write_checkpoint(tmp_path, family, **fields)
     ours, theirs = (Served(directory, backend, blocks=32) for backend in ("triton", "torch"))
     assert ours.decoder.kernels.name == "triton"
-    ours.decoder.kernels.span = 32  # type: ignore[attr-defined]
+    ours.decoder.kernels.span = 32
     tokens, other = ours.tokens(40), ours.tokens(4, seed=1)
     prompt, forks = [3, 1, 0], [[3, 1, 20], [3, 1, 21]]
     steps = [
@@ -45,9 +44,7 @@ def test_prefill_decode_and_forks_equal_the_torch_backend(name: str, tmp_path: P
         if number == 2:
             for served in (ours, theirs):
                 served.cache.copy_blocks([(0, ids[-1]) for ids in forks])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "SPAN", 32)
-            logits = ours.run(*rows)
+        logits = ours.run(*rows)
         expected = theirs.run(*rows)
         assert torch.isfinite(logits).all()
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
