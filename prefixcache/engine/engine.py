@@ -165,10 +165,8 @@ class Engine:
             self.manager.num_forks += 1
 
     def _check_leases(self, group: SequenceGroup) -> None:
-        live = (s for g in self._groups.values() for s in g.live)
-        promised = self.registry.num_kept + sum(1 for s in live if s.keep_seconds)
-        results = group.beam.params.num_return_sequences if group.beam else group.num_samples
-        asked = sum(1 for s in group.sequences if s.keep_seconds) * results
+        promised = self.registry.num_kept + sum(g.num_to_keep for g in self._groups.values())
+        asked = group.num_to_keep
         if asked and promised + asked > self.config.max_leases:
             raise ResourceExhausted(
                 f"{promised} sequences are kept or will be, and this request asks for {asked} "

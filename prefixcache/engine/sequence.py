@@ -187,6 +187,14 @@ class SequenceGroup:
         """Sequences that have not ended."""
         return [s for s in self.sequences if s.state is not State.FINISHED]
 
+    @property
+    def num_to_keep(self) -> int:
+        """Sequences that will be kept at their end, those still to be forked included."""
+        of_first = 1 if self.first.keep_seconds else 0
+        if self.beam is not None:  # beams come and go; its results are kept
+            return of_first * self.beam.params.num_return_sequences
+        return sum(1 for s in self.live if s.keep_seconds) + of_first * (self.num_samples - 1)
+
     def take_unborn(self) -> range:
         """Indices of samples that will not be forked after all: the first one ended before."""
         born = len(self.sequences)
