@@ -109,10 +109,10 @@ def make_engine(checkpoint_of: Callable[..., Path], engines: list[Engine]) -> It
 @pytest.fixture(autouse=True)
 def no_block_is_lost(request: pytest.FixtureRequest, engines: list[Engine]) -> Iterator[None]:
     """After each test every engine's books balance, and nothing is in use."""
+    shared = "smollm2" in request.fixturenames
+    smollm2 = [request.getfixturevalue("smollm2_engine")] if shared else []
     yield
-    if "smollm2" in request.fixturenames:
-        engines.append(request.getfixturevalue("smollm2_engine"))
-    for engine in engines:
+    for engine in [*engines, *smollm2]:
         engine.check_integrity()
         assert not engine.has_work
         assert not engine.manager.tables
