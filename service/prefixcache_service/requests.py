@@ -57,6 +57,8 @@ class BeamSearch(TypedDict, total=False):
     min_tokens: int
     length_penalty: float
     early_stopping: bool | Literal["never"]
+    num_beam_groups: int
+    diversity_penalty: float
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool

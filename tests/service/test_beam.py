@@ -20,6 +20,8 @@ SEARCHES = {
              "stop_token_ids": tuple(range(40, 120))},
     "never": {"num_beams": 3, "num_return_sequences": 2, "early_stopping": "never",
               "length_penalty": -1.5, "stop_token_ids": tuple(range(40, 120)), "min_tokens": 2},
+    "diverse": {"num_beams": 6, "num_return_sequences": 6, "max_tokens": 6, "num_beam_groups": 3,
+                "diversity_penalty": 0.7},
     "edits": {"num_beams": 2, "max_tokens": 8, "repetition_penalty": 1.4, "ignore_eos": True,
               "logit_bias": {50: 3.0, 60: -9.0}, "skip_special_tokens": False},
 }  # fmt: skip

@@ -65,6 +65,8 @@ def test_beam_prints_the_best_first_and_their_scores(run, client):
     (output,) = json.loads(run("beam", PROMPT, "--max-tokens", "3", "--json").stdout)
     assert output["score"] < 0
     assert run("beam", PROMPT, "--early-stopping", "maybe").exit_code == 2
+    groups = ["--num-beam-groups", "2", "--diversity-penalty", "0.5", "-b", "4", "-n", "4"]
+    assert len(run("beam", PROMPT, *groups).stdout.splitlines()) >= 4
 
 
 def test_tables_and_trees_are_for_people(run, client):
