@@ -40,7 +40,7 @@ class Row:
     """One comparison. prompt: `prefix` tokens and `own` ones behind; `calls` times, each its own.
 
     warm: the prefix has been seen before the clock starts, behind another last token.
-    once: only in the first round, because some of the peers take minutes over it.
+    once: only in the last round, because some of the peers take minutes over it.
     """
 
     name: str
@@ -175,8 +175,8 @@ def main() -> None:
         for repeat in range(repeats):
             machines.append(floors.measure())
             for server in servers:
-                first = repeat == 0 and not options.quick
-                wanted = [r for r in rows if r.name in server.rows and (first or not r.once)]
+                last = repeat == repeats - 1 and not options.quick
+                wanted = [r for r in rows if r.name in server.rows and (last or not r.once)]
                 if wanted:
                     results[server.name].append(run(report, server, wanted, gguf))
     except KeyboardInterrupt:
