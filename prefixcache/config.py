@@ -6,6 +6,9 @@ from prefixcache.errors import ConfigurationError
 
 DEFAULT_MODEL = "smollm2"
 
+_MOST = 2**31 - 1
+"""Block ids have 32 bits, and so have counts on the wire."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -72,6 +75,7 @@ class EngineConfig:
             self.attention_backend in backends,
             f"attention_backend {self.attention_backend!r}: one of {', '.join(backends)}",
         )
+        _require(self.max_num_seqs <= _MOST, f"max_num_seqs must be at most {_MOST}")
         _require(self.max_queue >= 1, "max_queue must be at least 1")
         if isinstance(self.max_model_len, str):
             _require(self.max_model_len == "auto", f"max_model_len {self.max_model_len!r}")
@@ -79,6 +83,16 @@ class EngineConfig:
             _require(self.max_model_len >= 2, "max_model_len must be at least 2")
         if self.num_gpu_blocks_override is not None:
             _require(self.num_gpu_blocks_override >= 1, "num_gpu_blocks_override must be positive")
+            _require(
+                self.num_gpu_blocks_override <= _MOST,
+                f"num_gpu_blocks_override must be at most {_MOST}",
+            )
+        if self.num_threads is not None:
+            _require(self.num_threads >= 1, "num_threads must be at least 1")
+        if self.seed is not None:
+            _require(0 <= self.seed < 2**64, "seed must be a whole number of 64 bits")
+        _require(self.max_leases >= 0, "max_leases must not be negative")
+        _require(self.max_keep_seconds >= 0, "max_keep_seconds must not be negative")
 
 
 def _require(ok: bool, message: str) -> None:

@@ -1,5 +1,6 @@
 """Faults that were found by attacking the engine, each with the smallest thing that shows it."""
 
+import math
 import random
 import threading
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefixcache import BeamSearchParams, Engine, SamplingParams
+from prefixcache import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from prefixcache.engine.loop import EngineLoop
 from prefixcache.engine.messages import (
     Command,
@@ -25,7 +26,7 @@ from prefixcache.engine.messages import (
     Score,
     UnpinPrefix,
 )
-from prefixcache.errors import InvalidArgument, ResourceExhausted
+from prefixcache.errors import ConfigurationError, InvalidArgument, ResourceExhausted
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import Driver, bits
 
@@ -194,3 +195,25 @@ def test_what_are_no_token_ids_is_refused_by_name(tokens: Any, make_engine: Make
 def test_one_string_is_not_a_list_of_prompts(make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidArgument, match="list of prompts"):
         make_engine().generate("The sky is", GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_threads", 0),
+        ("num_threads", -1),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("max_leases", -1),
+        ("max_keep_seconds", -1.0),
+        ("max_keep_seconds", math.nan),
+        ("max_num_seqs", 2**31),
+        ("num_gpu_blocks_override", 2**31),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_before_anything_is_loaded(
+    field: str, value: Any
+) -> None:
+    """These came up as tracebacks, or as a server that refuses every call."""
+    with pytest.raises(ConfigurationError, match=field):
+        EngineConfig(max_num_batched_tokens=2**31, **{field: value})
