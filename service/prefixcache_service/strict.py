@@ -15,7 +15,7 @@ from prefixcache.errors import InvalidArgument
 
 M = TypeVar("M", bound=Message)
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)
 
 
 def parse(kind: type[M], data: bytes) -> M:
@@ -78,25 +78,29 @@ def _holds_oneof(kind: Descriptor) -> bool:
 def _fields(data: memoryview) -> Iterator[tuple[int, memoryview | None]]:
     """Number and, of length-delimited fields, payload of each field, in order of the wire.
 
-    Stops where the bytes are not a message.
+    Groups, which no message of ours has, are passed over. Stops where the bytes are not a message.
     """
-    at = 0
+    at = depth = 0
     try:
         while at < len(data):
             tag, at = _varint(data, at)
             number, kind = tag >> 3, tag & 7
+            payload = None
             if kind == _BYTES:
                 size, at = _varint(data, at)
-                yield number, data[at : at + size]
+                payload = data[at : at + size]
                 at += size
             elif kind == _VARINT:
                 at = _varint(data, at)[1]
-                yield number, None
             elif kind in (_FIXED64, _FIXED32):
                 at += 8 if kind == _FIXED64 else 4
-                yield number, None
+            elif kind in (_GROUP, _END_GROUP):
+                depth += 1 if kind == _GROUP else -1
+                continue
             else:
                 return
+            if not depth:
+                yield number, payload
     except IndexError:
         return
 
