@@ -17,7 +17,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from google.protobuf.message import Message
 
-from prefixcache.errors import Internal, PrefixCacheError, Unavailable
+from prefixcache.errors import Cancelled, Internal, PrefixCacheError, Unavailable
 from prefixcache_service import log, strict
 from prefixcache_service.status import details_of, shortened, status_of
 from prefixcache_service.v1 import prefixcache_pb2 as pb
@@ -159,7 +159,14 @@ async def _write_all(responses: AsyncGenerator[Message, None], context: Context)
     """
     async with aclosing(responses):
         async for response in responses:
-            await context.write(response)
+            await _write(response, context)
+
+
+async def _write(response: Message, context: Context) -> None:
+    try:
+        await context.write(response)
+    except grpc.aio.InternalError as error:  # the caller has just gone: no fault of ours
+        raise Cancelled("the call has ended") from error
 
 
 def _class_of(message: Descriptor) -> type[Message]:

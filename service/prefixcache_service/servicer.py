@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from prefixcache.engine import messages as engine
-from prefixcache.errors import NotFound, Unavailable
+from prefixcache.errors import Cancelled, NotFound, Unavailable
 from prefixcache_service import convert, render
 from prefixcache_service.front import AsyncFront, Request
 from prefixcache_service.v1 import prefixcache_pb2 as pb
@@ -77,7 +77,10 @@ class Servicer:
                     entries[event.index].extend(filter(None, event.prompt_logprobs))
                 elif isinstance(event, engine.Started) and event.index == 0:
                     cached = event.num_cached_tokens
-        return render.score(command, entries, cached, self._model.token_bytes)
+                elif isinstance(event, engine.Finished) and event.reason == "abort":
+                    raise Cancelled("the scoring was ended by Release")
+        token_bytes = self._model.token_bytes
+        return await self._off_loop(lambda: render.score(command, entries, cached, token_bytes))
 
     async def list_sequences(self, request: pb.ListSequencesRequest) -> pb.ListSequencesResponse:
         """Show the live tree of one salt."""
