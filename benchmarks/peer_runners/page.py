@@ -62,7 +62,7 @@ def _facts(figures: Figures) -> str:
     ]
     if figures.get("missing_peers"):
         lines.append(f"**Not compared:** {figures['missing_peers']}.")
-    return "\n".join(lines)
+    return "\n\n".join(lines)
 
 
 def _processor() -> str:
