@@ -6,12 +6,16 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: help demo serve test test-all check format proto clean
+# What `make gpu-check` runs on: the GPU that is there, or "cpu" for toy sizes in an interpreter.
+DEVICE ?=
+
+.PHONY: help demo serve test test-all gpu-check check format proto clean
 
 help:
 	@echo "make demo      install, fetch the default model, start a server, run a guided tour"
 	@echo "make serve     keep a server up (ARGS='--port 50052' passes flags on)"
 	@echo "make test      the tests, a few minutes      make test-all   the slow ones too"
+	@echo "make gpu-check what only a GPU can show (DEVICE=cpu: toy sizes, interpreted)"
 	@echo "make check     format, lint, types, import rule, generated stubs"
 	@echo "make format    apply the format              make proto      generate the stubs"
 
@@ -37,6 +41,9 @@ test: $(VENV)/model
 
 test-all: $(VENV)/model
 	$(BIN)/python -m pytest $(ARGS)
+
+gpu-check: $(VENV)/installed
+	$(BIN)/python -m benchmarks.gpu_check $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

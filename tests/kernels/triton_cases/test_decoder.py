@@ -6,11 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.triton_cases.inputs import DEVICE
 from tests.model.checkpoints import write_checkpoint
 from tests.model.served import Served
-
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="`Served` keeps its pool on the CPU")
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-odd-head-size": ("llama", {"num_key_value_heads": 1, "head_dim": 20}),

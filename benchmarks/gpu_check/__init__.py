@@ -1,0 +1,1 @@
+"""What only a GPU can show, in one run of under eight minutes: see `__main__`."""
