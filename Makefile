@@ -13,7 +13,7 @@ DEVICE ?=
 
 help:
 	@echo "make demo      install, fetch the default model, start a server, run a guided tour"
-	@echo "make serve     keep a server up (ARGS='--port 50052' passes flags on)"
+	@echo "make serve     keep a server up (ARGS='--port 50100' passes flags on)"
 	@echo "make test      the tests, a few minutes      make test-all   the slow ones too"
 	@echo "make gpu-check what only a GPU can show (DEVICE=cpu: toy sizes, interpreted)"
 	@echo "make check     format, lint, types, import rule, generated stubs"
