@@ -11,8 +11,9 @@ def listen(host: str, port: int, flags: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while ")[0]  # no address twice
         raise ConfigurationError(
-            f"cannot listen on {address(host, port)}: {error.strerror}; see {flags}"
+            f"cannot listen on {address(host, port)}: {reason}; see {flags}"
         ) from None
 
 

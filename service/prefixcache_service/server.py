@@ -85,6 +85,12 @@ class Server:
 
         Raises ConfigurationError where a port cannot be had.
         """
+        where = self._config
+        if where.port and (where.host, where.port) == (where.http_host, where.http_port):
+            raise ConfigurationError(
+                f"gRPC and HTTP cannot both listen on {address(where.host, where.port)}; "
+                "see --port and --http-port"
+            )
         self._grpc.add_generic_rpc_handlers((self._calls.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         await self._set_health(serving=False)

@@ -250,6 +250,9 @@ def test_a_server_that_cannot_start_says_why_in_one_sentence(tmp_path):
     assert (code, out) == (1, "")
     assert err.startswith("error: cannot listen on")
     assert err.count("\n") == 1
+    code, out, err = Process("--port", str(port), "--http-port", str(port)).end(30)
+    assert (code, out) == (1, "")
+    assert "--port and --http-port" in err
     code, out, err = Process("--port", "0", "--model", str(tmp_path / "none.gguf")).end(60)
     assert (code, out) == (1, "")
     assert "Traceback" not in err
