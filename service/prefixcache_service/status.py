@@ -84,8 +84,9 @@ def error_from(
 def error_from_call(error: Any) -> PrefixCacheError:
     """The error that a failed call stands for: a grpc.RpcError of either client."""
     message = error.details() or ""
-    if error.code() is grpc.StatusCode.UNAVAILABLE and "onnect" in message:
-        message = f"no server answers ({message}); is `prefixcache serve` running there?"
+    if error.code() is grpc.StatusCode.UNAVAILABLE and ("onnect" in message or "resolv" in message):
+        reason = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+        message = f"no server answers ({reason}); is `prefixcache serve` running there?"
     return error_from(error.code(), message, error.trailing_metadata() or ())
 
 
