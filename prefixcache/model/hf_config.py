@@ -30,6 +30,8 @@ def config_from_directory(directory: Path) -> ModelConfig:
     Raises ModelError naming the file and the field that is missing, malformed or unsupported.
     """
     path = directory / "config.json"
+    if not path.exists():
+        raise ModelError(f"{directory}: holds neither config.json nor a single .gguf file")
     generation = directory / "generation_config.json"
     ends = read_json(generation).get("eos_token_id") if generation.exists() else None
     return config_from_fields(read_json(path), where=str(path), eos_token_id=ends)

@@ -63,19 +63,19 @@ def load_checkpoint(
     Raises ModelError naming the file, tensor or field that is missing, broken or unsupported.
     """
     report = progress or (lambda step, done, total: None)
-    report("find", 0, 4)
+    report("find model", 0, 4)
     path = _resolve(model, _HUB_FILES)
-    report("read", 1, 4)
+    report("open weights", 1, 4)
     config, weights, files = _open(path)
     ends = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
     config = replace(config, eos_token_ids=ends)
-    report("check", 2, 4)
+    report("check shapes", 2, 4)
     check_shapes(config, weights)
     fingerprint = _fingerprint(config, files)
-    report("tokenizer", 3, 4)
+    report("load tokenizer", 3, 4)
     source = path if tokenizer is None else _resolve(tokenizer, _HUB_TOKENIZER_FILES)
     vocabulary = _load_tokenizer(source, config)
-    report("done", 4, 4)
+    report("load tokenizer", 4, 4)
     return Checkpoint(
         config=replace(config, eos_token_ids=vocabulary.eos_token_ids),
         weights=weights,
@@ -113,7 +113,8 @@ def _from_hub(model: str, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=files, ignore_patterns=_HUB_IGNORED))
     except Exception as error:  # many kinds: network, authorisation, unknown repository, disk
-        raise ModelError(f"{model}: cannot be fetched from the hub: {error}") from error
+        reason = " ".join(str(error).split())  # errors are one line
+        raise ModelError(f"{model}: cannot be fetched from the hub: {reason}") from error
 
 
 def _open(path: Path) -> tuple[ModelConfig, Weights, list[Path]]:

@@ -17,7 +17,7 @@ def progress() -> Iterator[Report]:
     if not console.is_terminal:
         yield _plain(console)
         return
-    columns = (TextColumn("{task.description:>12}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:>15}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         yield _bars(bars)
 
