@@ -116,6 +116,7 @@ def test_errors_are_one_sentence(run):
     assert done.stderr.count("\n") == 1
     assert run("generate", PROMPT, "--max-tokens", "many").exit_code == 2
     assert run("generate").exit_code == 2
+    assert run("generate", PROMPT, "--system", "Be brief.").exit_code == 2  # without --chat
 
 
 def test_pull_says_where_the_default_model_lies():

@@ -27,7 +27,7 @@ Temperature = Annotated[float, flag("0 is greedy.")]
 TopP = Annotated[float, flag("Keep the likeliest tokens with this probability.")]
 TopK = Annotated[int, flag("Keep so many likeliest tokens; 0 keeps all.")]
 Seed = Annotated[int | None, flag("The same seed gives the same text.")]
-Stop = Annotated[list[str] | None, flag("Text that ends the output; repeatable.")]
+Stop = Annotated[list[str] | None, flag("Text that ends the output; repeatable.", metavar="TEXT")]
 
 EarlyStopping = Annotated[
     Literal["true", "false", "never"],
@@ -77,7 +77,8 @@ def generate(  # noqa: PLR0917 (each is a flag)
 def fork(  # noqa: PLR0917 (each is a flag)
     sequence_id: Annotated[str, typer.Argument(help="A sequence that runs or is kept.")],
     text: Annotated[
-        list[str] | None, flag("Continuation of a branch; one branch for each.")
+        list[str] | None,
+        flag("What a branch goes on with; one branch for each; repeatable.", metavar="TEXT"),
     ] = None,
     n: Annotated[int, flag("Branches for each text.", "--n", "-n")] = 1,
     position: Annotated[int | None, flag("Tokens of the sequence to keep; all by default.")] = None,
@@ -93,7 +94,7 @@ def fork(  # noqa: PLR0917 (each is a flag)
     server: Server = DEFAULT_TARGET,
     config: ConfigFile = None,
 ) -> None:
-    """Continue a sequence in several ways, from its end or from an earlier token.
+    """Continue a sequence in several ways. Each starts at its end or at an earlier token.
 
     \b
       prefixcache fork SEQUENCE_ID --text " yes" --text " no" --max-tokens 16
@@ -170,7 +171,7 @@ def tree(
     server: Server = DEFAULT_TARGET,
     config: ConfigFile = None,
 ) -> None:
-    """Show the sequences that wait, run or are kept, each below the one it was forked from."""
+    """Show the sequences that wait, run or are kept. Each is below the one it was forked from."""
     with Client(server, cache_salt=salt) as client:
         sequences = client.sequences()
     if as_json:
@@ -214,6 +215,8 @@ def _sampling(
 
 def _prompt(text: str, chat: bool, system: str) -> Prompt:
     if not chat:
+        if system:
+            raise typer.BadParameter("--system needs --chat")
         return text
     opening = [{"role": "system", "content": system}] if system else []
     return [*opening, {"role": "user", "content": text}]
