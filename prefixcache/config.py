@@ -62,7 +62,10 @@ class EngineConfig:
         _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype {self.dtype!r}")
         _require(self.device in ("auto", "cpu", "cuda"), f"device {self.device!r}")
         size = self.block_size
-        _require(1 <= size <= 128 and size & (size - 1) == 0, f"block_size {size}: a power of two")
+        _require(
+            1 <= size <= 128 and size & (size - 1) == 0,
+            f"block_size must be a power of two from 1 to 128, not {size}",
+        )
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization must be in (0, 1]")
         _require(self.max_num_seqs >= 1, "max_num_seqs must be at least 1")
         _require(
