@@ -1,6 +1,6 @@
 """Attention on the CPU: shared prefixes against unshared ones, and what planning costs.
 
-    python -m benchmarks.kernels --json
+    python -m benchmarks.kernels --json [--plot docs/decode_cost.svg]
 
 Heads of SmolLM2 (9 query, 3 KV, of 64), float32, blocks of 16. torch's scaled_dot_product_attention
 over contiguous copies of the same K and V is timed in turn with ours. Its time counts neither
@@ -10,12 +10,14 @@ making the copies nor expanding the KV heads.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from benchmarks._report import Report, compare, median_seconds
+from benchmarks.decode_cost import decode_cost, write_chart
 from prefixcache.model.attention import StepInput, plan_step
 from prefixcache_kernels import select_kernels
 from prefixcache_kernels.backend import Heads
@@ -149,11 +151,17 @@ def plan_overhead(report: Report, rounds: int) -> None:
 
 def main() -> None:
     report = Report("kernels", "Attention and planning on the CPU.")
+    report.parser.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="time whole steps by batch and context too"
+    )
     options = report.parse()
     rounds = 11 if options.quick else 51
     attention(report, rounds)
     planning(report, rounds)
     plan_overhead(report, 1 if options.quick else 5)
+    if options.plot is not None:
+        costs = decode_cost(report, 1 if options.quick else 3)
+        write_chart(costs, options.plot)
     report.finish()
 
 
