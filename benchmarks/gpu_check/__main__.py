@@ -3,10 +3,12 @@
     python -m benchmarks.gpu_check [--device cuda|cpu] [--json] [--quick]
 
 1. Kernel tests on the device (`tests/kernels/triton_cases`), several processes at once.
-2. Same bits with `batch_invariant`: alone and batched, in chunks, forked, prefilled and decoded.
+2. Same bits with `batch_invariant`: alone and batched, in chunks, forked, prefilled and decoded,
+   launched and captured; then the engine's own tokens and logprobs, where its packages are there.
 3. Attention: percent of copy bandwidth, shared against unshared, trees, bytes against the least.
 4. Linear layers with batch invariance against the device's library.
-5. Steps of a model of Llama-3.1-8B's shape with random weights: host time, cost of invariance.
+5. Steps of a model of Llama-3.1-8B's shape with random weights, launched and captured: host time,
+   cost of invariance.
 
 Needs no network and no checkpoint; torch, Triton, numpy, pytest and hypothesis. Without a GPU
 (`--device cpu`) the same code runs at toy sizes in Triton's interpreter, and proves no figure.
@@ -42,6 +44,7 @@ def main() -> int:
     from benchmarks.gpu_check.attention import attention  # noqa: PLC0415
     from benchmarks.gpu_check.bits import same_bits  # noqa: PLC0415
     from benchmarks.gpu_check.device import Target  # noqa: PLC0415
+    from benchmarks.gpu_check.engine import engine  # noqa: PLC0415
     from benchmarks.gpu_check.steps import linears, steps  # noqa: PLC0415
 
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
@@ -50,6 +53,7 @@ def main() -> int:
     began = time.monotonic()
     parts: dict[str, Callable[[], None]] = {
         "same_bits": lambda: same_bits(report, target),
+        "engine": lambda: engine(report, target),
         "kernel_tests": lambda: kernel_tests(report, target.toy),
         "attention": lambda: attention(report, target),
         "linears": lambda: linears(report, target),

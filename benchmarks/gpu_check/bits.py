@@ -18,6 +18,7 @@ from benchmarks.gpu_check.device import (
     make_step,
     random_decoder,
 )
+from prefixcache.model.decode_graph import DecodeGraph
 from prefixcache.model.decoder import Decoder
 from prefixcache.model.kv_cache import KVCache
 
@@ -104,6 +105,13 @@ class _Server:
             states.append(self.logits(*decode))
         return torch.stack([state[0] for state in states])
 
+    def captured(self, tokens: list[int]) -> Tensor:
+        """The decode steps of `alone` again, padded to four rows and replayed from a graph."""
+        graph = DecodeGraph(self.decoder, self.cache, rows=4, blocks=self.width)
+        ids = self.blocks(0)
+        steps = (make_step([Row([tokens[at]], at, ids)]) for at in range(self.length, len(tokens)))
+        return torch.cat([graph.run(step).clone() for step in steps])
+
     def fork(self, kept: int, text: list[int]) -> Tensor:
         """Behind the first `kept` tokens of sequence 0, in the middle of a block: copy it, go on.
 
@@ -132,6 +140,7 @@ def same_bits(report: Report, target: Target) -> None:
 
     server.forget()
     tokens, expected = server.alone(server.prompt, 0, [])
+    compare("bits_captured_vs_launched", server.captured(tokens), expected[1:])
     kept = server.length - 5
     text = [7, 11, 13]
     forked = server.fork(kept, text)

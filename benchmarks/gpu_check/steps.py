@@ -1,7 +1,7 @@
 """Whole steps of a model of Llama-3.1-8B's shape, and what batch-invariant linear layers cost."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from benchmarks._report import Report
 from benchmarks.gpu_check.device import BLOCK, LLAMA_8B, TOY, Row, Target, make_step, random_decoder
 from prefixcache.model.config import ModelConfig
+from prefixcache.model.decode_graph import DecodeGraph
 from prefixcache.model.kv_cache import KVCache
 from prefixcache_kernels.reference import PlainLinear
 from prefixcache_kernels.triton_backend.backend import shared_kib
@@ -65,10 +66,11 @@ def steps(report: Report, target: Target) -> None:
     seconds = {}
     for invariant in (False, True):
         name = "invariant" if invariant else "plain"
-        host, whole = _step_seconds(config, target, invariant)
-        report.add(f"step_{name}_host_ms", host * 1e3, unit="ms until the host is free again")
-        report.add(f"step_{name}_ms", whole * 1e3, unit="ms until the logits are there")
-        seconds[invariant] = whole
+        times = _step_seconds(config, target, invariant)
+        for how, (host, whole) in times.items():
+            report.add(f"step_{name}_{how}_host_ms", host * 1e3, unit="ms, the host is free again")
+            report.add(f"step_{name}_{how}_ms", whole * 1e3, unit="ms, the logits are there")
+        seconds[invariant] = times["captured"][1]
         if not target.toy:
             torch.cuda.empty_cache()
     cost = seconds[True] / seconds[False] - 1
@@ -83,8 +85,13 @@ def _that_fits(target: Target) -> ModelConfig:
 
 
 @torch.inference_mode()
-def _step_seconds(config: ModelConfig, target: Target, invariant: bool) -> tuple[float, float]:
-    """Median host and whole time of a step: 64 sequences of 1,024 tokens, half of them shared."""
+def _step_seconds(
+    config: ModelConfig, target: Target, invariant: bool
+) -> dict[str, tuple[float, float]]:
+    """Median host and whole time of a step, launched and captured.
+
+    64 sequences of 1,024 tokens, half of them shared.
+    """
     batch, context = (2, 48) if target.toy else (64, 1_024)
     own = context // 2 // BLOCK
     decoder = random_decoder(
@@ -106,12 +113,22 @@ def _step_seconds(config: ModelConfig, target: Target, invariant: bool) -> tuple
         for i in range(batch)
     ]
     step = make_step(rows)
-    decoder.forward(step, cache)
+    graph = DecodeGraph(decoder, cache, rows=batch, blocks=context // BLOCK)
+    launched, captured = decoder.forward(step, cache), graph.run(step)
+    torch.testing.assert_close(captured, launched, rtol=1e-2, atol=1e-2)
+    rounds = 1 if target.toy else 15
+    return {
+        "launched": _host_and_whole(target, lambda: decoder.forward(step, cache), rounds),
+        "captured": _host_and_whole(target, lambda: graph.run(step), rounds),
+    }
+
+
+def _host_and_whole(target: Target, run: Callable[[], object], rounds: int) -> tuple[float, float]:
     target.synchronize()
     hosts, wholes = [], []
-    for _ in range(1 if target.toy else 15):
+    for _ in range(rounds):
         begin = time.perf_counter()
-        decoder.forward(step, cache)
+        run()
         hosts.append(time.perf_counter() - begin)
         target.synchronize()
         wholes.append(time.perf_counter() - begin)

@@ -6,7 +6,7 @@ which block holds what is the caller's (`StepInput`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from prefixcache.model.config import ModelConfig
 from prefixcache.model.kv_cache import KVCache
 from prefixcache.model.rope import rope_table
 from prefixcache.model.weights import Weights
-from prefixcache_kernels import Heads, Kernels, Linear, Weight, select_kernels
+from prefixcache_kernels import Heads, Kernels, Linear, StepWork, Weight, select_kernels
 
 
 class HasWeights(Protocol):
@@ -70,14 +70,14 @@ class Decoder:
         self._layers = layers
         self._final_norm = final_norm
         self._lm_head = lm_head
-        self._rope = rope
-        self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        self._windows = {layer.window for layer in layers}
+        self.rope = rope
+        self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self.windows = {layer.window for layer in layers}
 
     @property
     def device(self) -> torch.device:
         """Where the decoder computes."""
-        return self._rope.device
+        return self.rope.device
 
     @classmethod
     def from_checkpoint(
@@ -133,7 +133,7 @@ class Decoder:
             ValueError: a field of `step` has a wrong shape or range; nothing was written.
         """
         rows = torch.from_numpy(step.logits_rows).to(self.device, torch.int64)
-        return self._lm_head(self._run(step, kv_cache, rows)).float()
+        return self.logits(self._run(step, kv_cache, rows))
 
     @torch.inference_mode()
     def hidden(self, step: StepInput, kv_cache: KVCache) -> Tensor:
@@ -141,14 +141,35 @@ class Decoder:
         return self._run(step, kv_cache, None)
 
     def _run(self, step: StepInput, kv_cache: KVCache, rows: Tensor | None) -> Tensor:
-        """Hidden states of `rows`, int64 [R], or of all; the last layer leaves out the others."""
+        plan = self.kernels.prepare(self.plan(step, kv_cache), self.heads, self.rope)
+        tokens = torch.from_numpy(step.token_ids).to(self.device, torch.int64)
+        return self.run_layers(tokens, plan, kv_cache, rows)
+
+    def plan(self, step: StepInput, kv_cache: KVCache) -> StepWork:
+        """Check a step and plan its attention, on the host.
+
+        Raises:
+            ValueError: a field of `step` has a wrong shape or range.
+        """
         check_step(step, kv_cache.block_size, kv_cache.num_blocks, self.config.vocab_size)
         if step.positions.size and int(step.positions.max()) >= self.max_model_len:
             raise ValueError(f"positions: must be below max_model_len {self.max_model_len}")
+        run = self.kernels
+        return plan_step(step, kv_cache.block_size, self.windows, run.run_rows, run.span)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 [R, vocab_size] of hidden states [R, hidden_size]."""
+        return self._lm_head(hidden).float()
+
+    def run_layers(
+        self, tokens: Tensor, plan: Any, kv_cache: KVCache, rows: Tensor | None
+    ) -> Tensor:
+        """Run all layers, waiting for nothing: what a graph is captured over.
+
+        tokens: int64 [T]; plan: the kernels', loaded with the step. Returns hidden states of
+        `rows`, int64 [R], or of all; the last layer leaves out the others.
+        """
         run, eps = self.kernels, self.config.rms_norm_eps
-        work = plan_step(step, kv_cache.block_size, self._windows, run.run_rows, run.span)
-        plan = run.prepare(work, self._heads, self._rope)
-        tokens = torch.from_numpy(step.token_ids).to(self.device, torch.int64)
         residual = self._embedding(tokens)  # [T, hidden]
         x = run.rms_norm(residual, self._layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from prefixcache.model.decode_graph import DecodeGraph
 from tests.model.checkpoints import write_checkpoint
 from tests.model.served import Served
 
@@ -48,3 +49,20 @@ def test_prefill_decode_and_forks_equal_the_torch_backend(name: str, tmp_path: P
     for part in ("keys", "values"):
         pools = getattr(ours.cache, part), getattr(theirs.cache, part)
         torch.testing.assert_close(*pools, rtol=0, atol=1e-4, equal_nan=True)
+
+
+def test_a_decode_graph_serves_steps_of_any_size_up_to_its_own(tmp_path: Path) -> None:
+    """Its launches, one by one: capturing them needs a GPU (`benchmarks.gpu_check`)."""
+    served = Served(write_checkpoint(tmp_path), "triton", blocks=8)
+    served.run((served.tokens(20), 0, [3, 1]), (served.tokens(5, seed=1), 0, [5]))
+    graph = DecodeGraph(served.decoder, served.cache, rows=3, blocks=4)
+    before = served.cache.keys.clone()
+    for rows in ([([7], 20, [3, 1]), ([8], 5, [5])], [([9], 6, [5])]):
+        step = served.step(*rows)
+        torch.testing.assert_close(graph.run(step), served.run(*rows), rtol=0, atol=1e-5)
+    changed = (served.cache.keys != before) & ~served.cache.keys.isnan()
+    assert changed.flatten(2).any(2)[0].nonzero().flatten().tolist() == [1, 5]
+    with pytest.raises(ValueError, match="token_ids: one for each of at most 3"):
+        graph.run(served.step(*[([1], 6, [5])] * 4))
+    with pytest.raises(ValueError, match="kernels 'torch' run from no graph"):
+        DecodeGraph(Served(tmp_path, "torch").decoder, served.cache, rows=3, blocks=4)
