@@ -111,14 +111,6 @@ class Target:
         return statistics.median(times)
 
 
-def copy_bandwidth(target: Target) -> float:
-    """Bytes a second, read and written, of a large copy on the device."""
-    size = 1 << 20 if target.toy else min(2 << 30, target.free_bytes() // 4)
-    source = torch.ones(size, dtype=torch.uint8, device=target.device)
-    copy = torch.empty_like(source)
-    return 2 * size / target.seconds(lambda: copy.copy_(source))
-
-
 class RandomWeights:
     """The tensors that a configuration implies, drawn on the device when they are asked for.
 
