@@ -125,7 +125,14 @@ class Server:
     rows: tuple[str, ...] = tuple(row.name for row in ROWS)
 
 
-F32 = {"properties": {"KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}}
+F32 = {
+    "properties": {
+        "KV_CACHE_PRECISION": "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+        # where the processor has bfloat16 the default is that, and takes no f32 keys and values
+        "INFERENCE_PRECISION_HINT": "f32",
+    }
+}
 SERVERS = (
     Server("ours", None),
     Server("openvino", environments.PEERS["openvino"]),
