@@ -6,8 +6,15 @@
 >>> out.num_cached_tokens, out.outputs[0].text
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # Before torch loads OpenMP: threads at a barrier spin for microseconds and then sleep. By
+    # default they spin for milliseconds, and a second program on the same cores makes a step 10 to
+    # 100 times as slow; on idle cores the two are equal.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from prefixcache.config import EngineConfig

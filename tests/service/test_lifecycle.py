@@ -18,7 +18,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.errors import ConfigurationError, ModelError, Unavailable
 from prefixcache_service import Client
 from prefixcache_service.server import ServerConfig
-from tests.model.checkpoints import write_checkpoint
+from tests.model.checkpoints import default_model_path, write_checkpoint
 from tests.service.conftest import RunningServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -228,10 +228,23 @@ def test_an_idle_server_leaves_at_once_and_flags_come_from_file_and_environment(
     assert time.monotonic() - began < 2
 
 
-def test_sigterm_while_loading_leaves_at_once(checkpoint):
+def wait_until_open(port: int) -> None:
+    """By plain connections: a gRPC channel waits a second after the first that fails."""
+    for _ in range(2_000):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+        else:
+            return
+    raise AssertionError(f"nothing listens on port {port}")
+
+
+def test_sigterm_while_loading_leaves_at_once():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = Process("--model", str(checkpoint), "--port", str(port))
+    process = Process("--model", str(default_model_path()), "--port", str(port))
+    wait_until_open(port)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         request = health_pb2.HealthCheckRequest()
         stub = health_pb2_grpc.HealthStub(channel)
