@@ -1,7 +1,5 @@
 """The physical blocks: which ids are free. Knows nothing of what blocks hold or who holds them."""
 
-from collections.abc import Iterable
-
 from prefixcache.errors import PrefixCacheError
 
 
@@ -30,10 +28,6 @@ class BlockPool:
     def give(self, block: int) -> None:
         """Take one block back."""
         self._free.append(block)
-
-    def give_all(self, blocks: Iterable[int]) -> None:
-        """Take blocks back; the first of them is handed out last."""
-        self._free.extend(blocks)
 
     def free_ids(self) -> list[int]:
         """A copy of the free ids, for integrity checks."""

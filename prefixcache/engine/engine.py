@@ -59,7 +59,6 @@ class EngineCounters:
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_failed: int = 0
-    steps: int = 0
 
 
 class Engine:
@@ -201,7 +200,6 @@ class Engine:
                 self._apply(result)
         for search in dict.fromkeys(row.group for row in step.rows if row.group.beam):
             self._advance_search(search)
-        self.counters.steps += 1
         return self.take_events()
 
     def take_events(self) -> list[Event]:
