@@ -97,15 +97,15 @@ class BlockManager:
         root = self.trie.find_root(namespace)
         return Match([], 0, 0, -1) if root is None else self.trie.match(root, data)
 
-    def room_after(self, match: Match, num_tokens: int) -> int:
-        """Blocks still available if a sequence of num_tokens were admitted on this match.
+    def room_after(self, match: Match, num_blocks: int) -> int:
+        """Blocks still available if sequences of num_blocks in all were admitted on this match.
 
         Negative where it does not fit. Idle blocks of the match stop being available.
         """
         idle = sum(len(node.blocks) for node in match.path if node.hard == 0)
         if match.path and match.path[-1].hard == 0:
             idle -= match.path[-1].end - match.num_blocks
-        return self.num_available - idle - (self.blocks_for(num_tokens) - match.num_blocks)
+        return self.num_available - idle - (num_blocks - match.num_blocks)
 
     def admit(self, namespace: bytes, data: bytes, match: Match) -> BlockTable:
         """A table for a prompt (token bytes), on the match just found for it.

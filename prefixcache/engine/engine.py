@@ -90,8 +90,10 @@ class Engine:
         self.event_log = parts.event_log
         self.requests = parts.requests
         self.counters = EngineCounters()
+        self.observers = parts.scheduler.observers
         self.registry = Registry(parts.manager, clock)
         self._beams = BeamRunner(parts.scheduler, self.registry, parts.requests)
+        self._clock = clock
         self._runner = parts.runner
         self._forward = Forward(parts.runner, parts.sampler)
         self._groups: dict[str, SequenceGroup] = {}
@@ -127,6 +129,7 @@ class Engine:
     def _refuse(self, command: Generate | Fork | Score, error: PrefixCacheError) -> None:
         self.counters.requests_failed += 1
         self._events.append(Failed(command.request_id, error))
+        self.observers.ended(command.request_id, None, error)
 
     def _add(self, command: Generate | Fork | Score) -> None:
         if command.request_id in self._groups:
@@ -144,6 +147,7 @@ class Engine:
                 self.registry.add(sequence, group)
         self._groups[command.request_id] = group
         self.scheduler.add(group)
+        self.observers.queued(group)
 
     def _group(self, command: Generate | Fork | Score) -> SequenceGroup:
         match command:
@@ -185,6 +189,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Run one step: schedule -> run -> sample -> publish. Returns all events since the last."""
+        began = self._clock()
         self.registry.expire()
         step = self.scheduler.schedule()
         self._runner.copy_blocks(step.copies)
@@ -200,6 +205,7 @@ class Engine:
                 self._apply(result)
         for search in dict.fromkeys(row.group for row in step.rows if row.group.beam):
             self._advance_search(search)
+        self.observers.stepped(len(rows), sum(row.count for row in rows), self._clock() - began)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -285,6 +291,7 @@ class Engine:
         if sequence.sampler_state is not None:
             sequence.sampler_state.append(token)
         self.counters.completion_tokens += 1
+        self.observers.sampled(sequence, group)
         enough = sequence.num_generated >= sequence.params.min_tokens
         stopped = enough and token in sequence.stop_ids
         text = "" if stopped else sequence.detokenizer.push([token])
@@ -332,10 +339,12 @@ class Engine:
             self._events.append(
                 Finished(group.request_id, index, reason, stop_reason, usage, seconds, next_token)
             )
+        self.observers.finished(sequence, group, reason)
         if not group.live:
             del self._groups[group.request_id]
             self.counters.requests_aborted += aborted
             self.counters.requests_finished += not aborted
+            self.observers.ended(group.request_id, group, None)
 
     def _fail(self, group: SequenceGroup, error: PrefixCacheError) -> None:
         """End a whole request in an error."""
@@ -345,6 +354,7 @@ class Engine:
         if self._groups.pop(group.request_id, None) is not None:
             self.counters.requests_failed += 1
             self._events.append(Failed(group.request_id, error))
+            self.observers.ended(group.request_id, group, error)
 
     def _finish_full(self, sequence: Sequence, group: SequenceGroup) -> None:
         """Nothing is left to grow into: a sample ends with what it has.
@@ -371,10 +381,13 @@ class Engine:
         self._events += events
         del self._groups[group.request_id]
         ends = [event for event in events if isinstance(event, Finished)]
+        for end in ends:
+            self.observers.finished(group.first, group, end.reason)
         self.counters.completion_tokens += sum(end.usage.completion_tokens for end in ends)
         aborted = ends[0].reason == "abort"
         self.counters.requests_aborted += aborted
         self.counters.requests_finished += not aborted
+        self.observers.ended(group.request_id, group, None)
 
     # ------------------------------------------------------------ for callers in this process
 

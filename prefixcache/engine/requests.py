@@ -6,12 +6,10 @@ Owns the rules of admission to the queue and the numbering of random streams. Ch
 import itertools
 import secrets
 from collections.abc import Sequence as Seq
-from itertools import pairwise
 
 import numpy as np
 
-from prefixcache.cache import namespace_key
-from prefixcache.cache.trie import common_tokens
+from prefixcache.cache import namespace_key, token_bytes
 from prefixcache.config import EngineConfig
 from prefixcache.engine.beam import BeamSearch
 from prefixcache.engine.detokenizer import IncrementalDetokenizer
@@ -20,7 +18,7 @@ from prefixcache.engine.philox import derive_key, root_key
 from prefixcache.engine.registry import Entry, Registry
 from prefixcache.engine.sampler import SamplerState
 from prefixcache.engine.sequence import Sequence, SequenceGroup, State, TokenBuffer, Tokens
-from prefixcache.engine.sizing import blocks_at_most, check_fits
+from prefixcache.engine.sizing import blocks_at_most, check_fits, shared_tokens
 from prefixcache.engine.stop import StopChecker, StopStrings
 from prefixcache.errors import InvalidArgument, ResourceExhausted
 from prefixcache.model.config import ModelConfig
@@ -95,12 +93,7 @@ class RequestBuilder:
         namespaces = {parent.group.namespace for parent in parents}
         if len(namespaces) > 1:
             raise InvalidArgument("branches", "parents of one call must share a namespace")
-        # In sorted order, what a sequence has in common with any before it, it has with the last.
-        data = [s.tokens.view().tobytes() for s in sequences]
-        order = sorted(range(len(data)), key=data.__getitem__)
-        shared = [0] * len(data)
-        for before, at in pairwise(order):
-            shared[at] = common_tokens(data[before], data[at])
+        shared = shared_tokens([token_bytes(s.tokens.view()) for s in sequences])
         self._check_room([len(s.tokens) for s in sequences], shared, [s.params for s in sequences])
         group = SequenceGroup(
             command.request_id, sequences, command.priority, arrival, namespaces.pop()

@@ -15,8 +15,9 @@ from bisect import insort
 from dataclasses import dataclass
 
 from prefixcache.cache import BlockCopy, BlockManager, BlockTable, NoFreeBlocks, token_bytes
-from prefixcache.cache.trie import common_tokens
+from prefixcache.engine.observer import Observers
 from prefixcache.engine.sequence import Sequence, SequenceGroup, State
+from prefixcache.engine.sizing import blocks_at_most, shared_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Scheduler:
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.counters = SchedulerCounters()
+        self.observers = Observers()
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._wait = wait_for_inflight
@@ -157,6 +159,7 @@ class Scheduler:
             sequence.state = State.WAITING
         self.running.remove(group)
         self.add(group)
+        self.observers.preempted(group)
 
     # ------------------------------------------------------------ admission
 
@@ -181,14 +184,14 @@ class Scheduler:
         """Room for the prompts, a block a branch and a watermark; alone, a group always fits."""
         if not self.running:
             return True
-        first = group.live[0]
-        data = token_bytes(first.tokens.view())
-        match = self.manager.match(group.namespace, data)
-        room = self.manager.room_after(match, len(first.tokens)) - group.num_branches
-        for other in group.live[1:]:
-            shared = common_tokens(data, token_bytes(other.tokens.view()))
-            room -= self.manager.blocks_for(len(other.tokens)) - shared // self.manager.block_size
-        return room >= self._watermark
+        prompts = [token_bytes(sequence.tokens.view()) for sequence in group.live]
+        lengths = [len(sequence.tokens) for sequence in group.live]
+        needed = blocks_at_most(
+            lengths, shared_tokens(prompts), [0] * len(lengths), self.manager.block_size
+        )
+        cached = self.manager.match(group.namespace, min(prompts))
+        room = self.manager.room_after(cached, needed)
+        return room - group.num_branches >= self._watermark
 
     def _is_blocked(self, sequence: Sequence) -> bool:
         """True while another sequence is computing the block that this one waits for."""
@@ -205,7 +208,7 @@ class Scheduler:
         sequence.state = State.RUNNING
         sequence.num_computed = min(table.num_filled, sequence.last_useful_cached)
         self._group_of[table] = group
-        self._count(sequence)
+        self._count(sequence, group)
         count = min(len(sequence.tokens) - sequence.num_computed, self._budget)
         if count:
             try:
@@ -237,13 +240,17 @@ class Scheduler:
         sequence.blocked_on = None
         return self.manager.admit(group.namespace, data, match)
 
-    def _count(self, sequence: Sequence) -> None:
+    def _count(self, sequence: Sequence, group: SequenceGroup) -> None:
         """Account for an admission: by source the first time, as recomputed after that."""
         start, length = sequence.num_computed, len(sequence.tokens)
-        if sequence.counted:
+        again, sequence.counted = sequence.counted, True
+        if again:
             self.counters.recomputed_tokens += length - start
-            return
-        sequence.counted = True
+        else:
+            self._count_sources(sequence, start, length)
+        self.observers.admitted(sequence, group, again=again)
+
+    def _count_sources(self, sequence: Sequence, start: int, length: int) -> None:
         sequence.num_forked_tokens = min(start, sequence.fork_position)
         sequence.num_cached_tokens = start - sequence.num_forked_tokens
         self.counters.prompt_tokens += length

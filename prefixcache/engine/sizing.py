@@ -1,8 +1,10 @@
 """How large the pool is, and what can never fit in it: arithmetic, shown where it refuses."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
+from prefixcache.cache.trie import common_tokens
 from prefixcache.config import EngineConfig
 from prefixcache.errors import ConfigurationError, ResourceExhausted
 
@@ -22,6 +24,18 @@ def blocks_at_most(
     for prompt, common, more in zip(prompts, shared, extra, strict=True):
         own += -(-(prompt + max(more - 1, 0)) // block_size) - common // block_size
     return own
+
+
+def shared_tokens(prompts: Sequence[bytes]) -> list[int]:
+    """For each prompt (token bytes), how many tokens one that sorts before it begins with too.
+
+    In sorted order, what a prompt has in common with any before it, it has with the last.
+    """
+    order = sorted(range(len(prompts)), key=prompts.__getitem__)
+    shared = [0] * len(prompts)
+    for before, at in pairwise(order):
+        shared[at] = common_tokens(prompts[before], prompts[at])
+    return shared
 
 
 def check_fits(needed: int, num_blocks: int, block_size: int, what: str) -> None:

@@ -119,7 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
         data = token_bytes(np.array(tokens, np.uint32))
         match = self.manager.match(namespace, data)
         assert match.num_tokens == self.stored.longest_match(namespace, tokens)
-        if self.manager.room_after(match, len(tokens)) < 0:
+        if self.manager.room_after(match, self.manager.blocks_for(len(tokens))) < 0:
             return multiple()
         table = self.manager.admit(namespace, data, match)
         assert table.num_filled == match.num_tokens
