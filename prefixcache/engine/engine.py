@@ -159,8 +159,9 @@ class Engine:
                 return self.requests.fork(command, self.registry)
 
     def _inherit(self, child: Sequence) -> None:
-        """Lease a fork its parent's blocks, unless the parent has not computed them yet."""
+        """Number a fork, and lease it its parent's blocks where those are computed already."""
         parent = self.registry.get(child.parent_id, child.salt)
+        self.requests.number_branch(child, parent.sequence)
         self.registry.renew(parent)
         source = parent.lease or parent.sequence.table
         if source is not None and source.num_filled >= child.fork_position - 1:

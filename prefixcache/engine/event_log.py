@@ -65,7 +65,12 @@ class EventLog:
         """
         after = self._last if command.after is None else command.after
         oldest = self._last - len(self._backlog)
-        if not oldest <= after <= self._last:
+        if after > self._last:
+            raise FailedPrecondition(
+                f"event {after} is still to come: the last one was {self._last}; was the server "
+                "started anew? Subscribe from its beginning"
+            )
+        if after < oldest:
             raise FailedPrecondition(
                 f"events after number {after} are gone: the backlog holds {oldest + 1} to "
                 f"{self._last}; subscribe anew and rebuild from the present"

@@ -79,7 +79,7 @@ class RequestBuilder:
         return group
 
     def fork(self, command: Fork, registry: Registry) -> SequenceGroup:
-        """Branches of live or kept sequences. Their blocks are leased by the caller."""
+        """Branches of live or kept sequences. The caller leases their blocks and numbers them."""
         arrival = next(self._arrivals)
         if not command.branches:
             raise InvalidArgument("branches", "at least one branch is needed")
@@ -100,6 +100,16 @@ class RequestBuilder:
         )
         group.is_fork = True
         return group
+
+    def number_branch(self, child: Sequence, parent: Sequence) -> None:
+        """Count a branch of its parent and give it its key: once nothing can refuse it any more."""
+        key = derive_key(parent.stream_key, parent.next_branch)
+        parent.next_branch += 1
+        if child.params.stream_key is not None:
+            key = child.params.stream_key
+        elif child.params.seed is not None:  # one seed for all branches must not make them equal
+            key = derive_key(root_key(child.params.seed), child.index)
+        child.stream_key = key
 
     def score(self, command: Score) -> SequenceGroup:
         """Continuations behind one prefix; each is a prompt whose end is scored."""
@@ -201,13 +211,7 @@ class RequestBuilder:
         forced = self._ids(f"{where}.token_ids", branch.token_ids)
         tokens = np.concatenate([source.tokens.view()[:position], forced])
         self._check(tokens, branch.params, f"{where}.sampling")
-        key = derive_key(source.stream_key, source.next_branch)
-        source.next_branch += 1
-        if branch.params.stream_key is not None:
-            key = branch.params.stream_key
-        elif branch.params.seed is not None:  # one seed for all branches must not make them equal
-            key = derive_key(root_key(branch.params.seed), index)
-        child = self._sequence(index, tokens, branch.params, key, source.salt)
+        child = self._sequence(index, tokens, branch.params, 0, source.salt)
         child.parent_id, child.fork_position = source.id, position
         child.keep_seconds = branch.keep_seconds
         return child

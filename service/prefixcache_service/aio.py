@@ -15,7 +15,7 @@ from prefixcache.engine.messages import (
     SequenceInfo,
 )
 from prefixcache_service import requests, results
-from prefixcache_service.limits import CLIENT_OPTIONS, DEFAULT_TARGET
+from prefixcache_service.limits import CLIENT_OPTIONS, DEFAULT_TARGET, target_of
 from prefixcache_service.requests import BeamSearch, Branch, Common, Prompt, Sampling
 from prefixcache_service.results import Completion, Delta, GenerateResult, ModelInfo, ScoreResult
 from prefixcache_service.status import error_from_call
@@ -41,7 +41,7 @@ class AsyncClient:
     ) -> None:
         self.cache_salt = cache_salt
         self._timeout = timeout
-        self._channel = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(target_of(target), options=CLIENT_OPTIONS)
         self._stub = PrefixCacheStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> "AsyncClient":

@@ -15,7 +15,7 @@ from prefixcache.engine.messages import (
     SequenceInfo,
 )
 from prefixcache_service import requests, results
-from prefixcache_service.limits import CLIENT_OPTIONS, DEFAULT_TARGET
+from prefixcache_service.limits import CLIENT_OPTIONS, DEFAULT_TARGET, target_of
 from prefixcache_service.requests import BeamSearch, Branch, Common, Prompt, Sampling
 from prefixcache_service.results import Completion, Delta, GenerateResult, ModelInfo, ScoreResult
 from prefixcache_service.status import error_from_call
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Client:
     """A connection to a prefixcache server; may be shared by threads.
 
-    target: host:port.
+    target: host:port, or a host, whose port is then the default one.
     cache_salt: sent with each call. Clients with different salts share nothing.
     timeout: seconds that each call may take, streams included; None sets no limit.
 
@@ -46,7 +46,7 @@ class Client:
     ) -> None:
         self.cache_salt = cache_salt
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+        self._channel = grpc.insecure_channel(target_of(target), options=CLIENT_OPTIONS)
         self._stub = PrefixCacheStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "Client":

@@ -5,6 +5,13 @@ DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 50052
 DEFAULT_TARGET = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
 
+
+def target_of(server: str) -> str:
+    """A gRPC target from host:port, or from a host alone, whose port is then the default."""
+    bare = server.count(":") == 0 or server.endswith("]")  # an IPv6 address stands in brackets
+    return f"{server}:{DEFAULT_PORT}" if bare else server
+
+
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 
 CHANNEL_OPTIONS = (

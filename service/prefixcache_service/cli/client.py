@@ -18,7 +18,7 @@ from prefixcache_service.limits import DEFAULT_TARGET
 from prefixcache_service.requests import Branch, Prompt, Sampling
 from prefixcache_service.results import Completion
 
-Server = Annotated[str, flag("Where the server is.", metavar="HOST:PORT")]
+Server = Annotated[str, flag("Where the server is.", metavar="HOST[:PORT]")]
 Salt = Annotated[str, flag("Cache salt: nothing is shared across salts.")]
 AsJson = Annotated[bool, flag("Print JSON for programs.", "--json", envvar="PREFIXCACHE_JSON")]
 Keep = Annotated[float, flag("Seconds for which the result can still be forked.")]
