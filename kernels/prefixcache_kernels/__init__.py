@@ -7,7 +7,7 @@
     triton  `triton_backend/`: for GPUs, or in Triton's interpreter.
 """
 
-from prefixcache_kernels.backend import Heads, Kernels, Linear, Weight
+from prefixcache_kernels.backend import Heads, Kernels, Layer, Linear, Weight
 from prefixcache_kernels.select import select_kernels
 from prefixcache_kernels.work import SPAN, SpanGroups, StepWork
 
@@ -15,6 +15,7 @@ __all__ = [
     "SPAN",
     "Heads",
     "Kernels",
+    "Layer",
     "Linear",
     "SpanGroups",
     "StepWork",

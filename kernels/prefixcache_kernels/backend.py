@@ -51,6 +51,42 @@ class Heads:
     dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights. `window` is None where the layer sees everything.
+
+    qk_norm: weights of the norms of Q and K heads and their eps (Qwen3), or None.
+    """
+
+    input_norm: Tensor
+    qkv: Linear
+    qk_norm: tuple[Tensor, Tensor, float] | None
+    output: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    window: int | None
+
+
+class DecoderLayers(Protocol):
+    """All layers of a decoder, from embeddings to the final norm."""
+
+    def __call__(
+        self,
+        residual: Tensor,
+        plan: Any,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Run a step.
+
+        residual: embeddings [T, hidden], which are overwritten. plan: of `Kernels.prepare`.
+        caches: K and V of each layer. rows: int64 [R], those whose hidden states are wanted, so
+        that the last layer leaves out the others; None wants all. Returns [R or T, hidden].
+        """
+        ...
+
+
 class Kernels(Protocol):
     """The operations of a decoder layer. Rows are [T, width], contiguous, in the model's dtype."""
 
@@ -68,6 +104,10 @@ class Kernels(Protocol):
 
     def embedding(self, weight: Weight, tied: Linear | None) -> Callable[[Tensor], Tensor]:
         """Look-up of rows: int64 [n] → [n, in]. tied: the output layer, if it has this weight."""
+        ...
+
+    def layers(self, layers: Sequence[Layer], final_norm: Tensor, eps: float) -> DecoderLayers:
+        """A decoder's layers on linear layers of this backend. eps: of all norms but qk_norm."""
         ...
 
     def prepare(self, work: StepWork, heads: Heads, rope_table: Tensor) -> Any:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from prefixcache_kernels import reference
-from prefixcache_kernels.backend import Heads, Linear, Weight
+from prefixcache_kernels.backend import DecoderLayers, Heads, Layer, Linear, Weight
+from prefixcache_kernels.layers import LayerByLayer
 from prefixcache_kernels.work import SPAN, Int64, StepWork
 
 
@@ -65,6 +66,10 @@ class TorchKernels:
         """See `Kernels.embedding`."""
         rows = weight.dense()
         return lambda ids: rows[ids]
+
+    def layers(self, layers: Sequence[Layer], final_norm: Tensor, eps: float) -> DecoderLayers:
+        """See `Kernels.layers`."""
+        return LayerByLayer(self, layers, final_norm, eps)
 
     def _probe(self, shape: tuple[int, ...], probe: Callable[[], bool]) -> bool:
         if shape not in self._probed:

@@ -5,7 +5,6 @@ which block holds what is the caller's (`StepInput`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,15 @@ from prefixcache.model.config import ModelConfig
 from prefixcache.model.kv_cache import KVCache
 from prefixcache.model.rope import rope_table
 from prefixcache.model.weights import Weights
-from prefixcache_kernels import Heads, Kernels, Linear, StepWork, Weight, select_kernels
+from prefixcache_kernels import (
+    Heads,
+    Kernels,
+    Layer,
+    Linear,
+    StepWork,
+    Weight,
+    select_kernels,
+)
 
 
 class HasWeights(Protocol):
@@ -32,20 +39,6 @@ class HasWeights(Protocol):
     def weights(self) -> Weights:
         """Its tensors under Hugging Face names."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer's weights. `window` is None where the layer sees everything."""
-
-    input_norm: Tensor
-    qkv: Linear
-    qk_norm: tuple[Tensor, Tensor, float] | None
-    output: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    window: int | None
 
 
 class Decoder:
@@ -67,8 +60,7 @@ class Decoder:
         self.kernels = kernels
         self.max_model_len = len(rope)
         self._embedding = embedding
-        self._layers = layers
-        self._final_norm = final_norm
+        self._layers = kernels.layers(layers, final_norm, config.rms_norm_eps)
         self._lm_head = lm_head
         self.rope = rope
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
@@ -169,21 +161,7 @@ class Decoder:
         tokens: int64 [T]; plan: the kernels', loaded with the step. Returns hidden states of
         `rows`, int64 [R], or of all; the last layer leaves out the others.
         """
-        run, eps = self.kernels, self.config.rms_norm_eps
-        residual = self._embedding(tokens)  # [T, hidden]
-        x = run.rms_norm(residual, self._layers[0].input_norm, eps)
-        next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
-        for layer, (keys, values), next_norm in zip(
-            self._layers, kv_cache.layers, next_norms, strict=True
-        ):
-            q = run.rope_write_kv(layer.qkv(x), plan, keys, values, layer.qk_norm)
-            attended = run.paged_attention(q, keys, values, plan, layer.window)
-            if layer is self._layers[-1] and rows is not None:
-                attended, residual = attended[rows], residual[rows]  # [R, …]
-            x = run.add_rms_norm(layer.output(attended), residual, layer.post_norm, eps)
-            mlp = layer.down(run.silu_mul(layer.gate_up(x)))
-            x = run.add_rms_norm(mlp, residual, next_norm, eps)
-        return x
+        return self._layers(self._embedding(tokens), plan, kv_cache.layers, rows)
 
 
 class _Reader:

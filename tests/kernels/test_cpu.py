@@ -54,7 +54,7 @@ def test_weights_in_their_own_format_give_the_bits_of_dense_ones(kind: str, outp
 def test_memory_is_that_of_the_format() -> None:
     weight = _weight("Q4_1", 64, 320)
     assert weight.raw is not None
-    assert sum(part.tiles.nbytes for part in _linear(weight)._parts) == weight.raw.nbytes
+    assert sum(tiles.nbytes for tiles in _linear(weight).tiles) == weight.raw.nbytes
 
 
 def test_parts_of_different_formats_lie_side_by_side() -> None:

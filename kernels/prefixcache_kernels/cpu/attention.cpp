@@ -13,9 +13,11 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
+#include "kernels.h"
 #include "simd.h"
 
 using simd::F;
@@ -28,43 +30,6 @@ constexpr int kPairs = 24;                                     // pairs of an it
 constexpr int kRegisterRows = kLanes >= 8 ? 12 : 4;             // rows of a register tile
 constexpr int kColumns = kLanes == 16 ? 2 : 1;                 // its vectors
 constexpr int kVectors = kSpan / kLanes;
-
-}  // namespace
-
-extern "C" {
-
-struct AttentionShape {
-  int64_t heads, kv_heads, dim, block_size, window;  // window 0: none
-  float scale;
-  int64_t q_row;                    // floats between rows of q
-  int64_t k_block, k_head, k_dim;   // strides of the K cache, in floats; slots are adjacent
-  int64_t v_block, v_head, v_slot;  // of the V cache; dims are adjacent
-};
-
-// An item is a run of pairs of one K/V head: pair p is row p / group, head p % group. With a span,
-// rows are listed (rows[first + i]) and partials are written; without (-1), rows follow each other
-// from `first`, and all their spans are merged here.
-struct AttentionItem {
-  int32_t span, table_row, first, pair, pairs;
-};
-
-struct AttentionWork {
-  const AttentionItem* items;
-  int64_t item_count;
-  const int32_t* rows;          // of the groups
-  const int32_t* positions;     // [T]
-  const int32_t* first_span;    // [T]
-  const int32_t* partial_base;  // [T], where a grouped row's partials begin, or -1
-  int64_t tokens;
-  const int32_t* block_table;
-  int64_t table_width;
-  float* partials;  // [slots, heads, padded dim + 2]
-  int threads;
-};
-
-}
-
-namespace {
 
 struct Partial {
   float max, sum;
@@ -88,16 +53,20 @@ struct Buffers {
 };
 
 struct Attention {
-  const AttentionShape& s;
+  const CacheShape& s;
   const AttentionWork& w;
-  const float *q, *k_cache, *v_cache;
+  const float* q;
+  int64_t q_row;
+  const float *k_cache, *v_cache;
   float* out;
   int64_t group, padded;
+  float scale;
 
-  Attention(const AttentionShape& shape, const AttentionWork& work, const float* q_, const float* k,
+  Attention(const CacheShape& shape, const AttentionWork& work, const float* q_, int64_t q_row_, const float* k,
             const float* v, float* out_)
-      : s(shape), w(work), q(q_), k_cache(k), v_cache(v), out(out_), group(shape.heads / shape.kv_heads),
-        padded((shape.dim + kLanes - 1) / kLanes * kLanes) {}
+      : s(shape), w(work), q(q_), q_row(q_row_), k_cache(k), v_cache(v), out(out_),
+        group(shape.heads / shape.kv_heads), padded((shape.dim + kLanes - 1) / kLanes * kLanes),
+        scale((float)(1.0 / std::sqrt((double)shape.dim))) {}
 
   int64_t row_of(const AttentionItem& item, int pair) const {
     const int64_t row = (item.pair + pair) / group;
@@ -106,7 +75,7 @@ struct Attention {
 
   Visible visible(int64_t row, int span) const {
     const int64_t position = w.positions[row] - (int64_t)span * kSpan;
-    const int64_t low = s.window ? std::max<int64_t>(position - s.window + 1, 0) : 0;
+    const int64_t low = w.window ? std::max<int64_t>(position - w.window + 1, 0) : 0;
     return {(int)std::min<int64_t>(low, kSpan), (int)std::min<int64_t>(position, kSpan - 1)};
   }
 
@@ -117,8 +86,8 @@ struct Attention {
       float* to = b.query.data() + tile * s.dim;
       for (int r = 0; r < rows; r++) {
         const int64_t head = kv_head * group + (item.pair + tile + r) % group;
-        const float* from = q + row_of(item, tile + r) * s.q_row + head * s.dim;
-        for (int64_t d = 0; d < s.dim; d++) to[d * rows + r] = from[d] * s.scale;
+        const float* from = q + row_of(item, tile + r) * q_row + head * s.dim;
+        for (int64_t d = 0; d < s.dim; d++) to[d * rows + r] = from[d] * scale;
       }
     }
   }
@@ -366,6 +335,36 @@ struct Attention {
 
 }  // namespace
 
+namespace team {
+
+void attention(const CacheShape& shape, const AttentionWork& work, const float* q, int64_t q_row,
+               const float* k_cache, const float* v_cache, float* out) {
+  const Attention a(shape, work, q, q_row, k_cache, v_cache, out);
+  const int64_t units = work.item_count * shape.kv_heads;
+  Buffers b;
+  b.query.resize(kPairs * shape.dim);
+  b.values.resize(kPairs * a.padded);
+  b.state.resize(kPairs * a.padded);
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t unit = 0; unit < units; unit++) {
+    const AttentionItem& item = work.items[unit / shape.kv_heads];
+    const int kv_head = (int)(unit % shape.kv_heads);
+    a.load_queries(item, kv_head, b);
+    if (item.span < 0) a.run_rows(item, kv_head, b);
+    else a.run_group(item, kv_head, b);
+  }
+#pragma omp for schedule(static)
+  for (int64_t unit = 0; unit < work.tokens * shape.heads; unit++) {
+    const int64_t row = unit / shape.heads, head = unit % shape.heads;
+    if (work.positions[row] < 0)
+      std::fill(out + unit * shape.dim, out + (unit + 1) * shape.dim, 0.0f);
+    else if (work.partial_base[row] >= 0)
+      a.merge_row(row, head);
+  }
+}
+
+}  // namespace team
+
 extern "C" {
 
 int64_t prefixcache_attention_pairs() { return kPairs; }
@@ -375,33 +374,10 @@ int64_t prefixcache_attention_partials(int64_t slots, int64_t heads, int64_t dim
   return slots * heads * ((dim + kLanes - 1) / kLanes * kLanes + 2);
 }
 
-// out [T, heads * dim] = attention of q (rows q_row floats apart). Rows that see nothing give 0.
-void prefixcache_attention(const AttentionShape* shape, const AttentionWork* work, const float* q,
-                           const float* k_cache, const float* v_cache, float* out) {
-  const Attention a(*shape, *work, q, k_cache, v_cache, out);
-  const int64_t units = work->item_count * shape->kv_heads;
-#pragma omp parallel num_threads(work->threads)
-  {
-    Buffers b;
-    b.query.resize(kPairs * shape->dim);
-    b.values.resize(kPairs * a.padded);
-    b.state.resize(kPairs * a.padded);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t unit = 0; unit < units; unit++) {
-      const AttentionItem& item = work->items[unit / shape->kv_heads];
-      const int kv_head = (int)(unit % shape->kv_heads);
-      a.load_queries(item, kv_head, b);
-      if (item.span < 0) a.run_rows(item, kv_head, b);
-      else a.run_group(item, kv_head, b);
-    }
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < work->tokens; row++) {
-      if (work->positions[row] < 0)
-        std::fill(out + row * shape->heads * shape->dim, out + (row + 1) * shape->heads * shape->dim, 0.0f);
-      else if (work->partial_base[row] >= 0)
-        for (int64_t head = 0; head < shape->heads; head++) a.merge_row(row, head);
-    }
-  }
+void prefixcache_attention(const CacheShape* shape, const AttentionWork* work, const float* q, int64_t q_row,
+                           const float* k_cache, const float* v_cache, float* out, int threads) {
+#pragma omp parallel num_threads(threads)
+  team::attention(*shape, *work, q, q_row, k_cache, v_cache, out);
 }
 
 }  // extern "C"

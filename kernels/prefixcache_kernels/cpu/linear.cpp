@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "formats.h"
+#include "kernels.h"
 #include "simd.h"
 
 using namespace formats;
@@ -118,9 +119,8 @@ struct Work {
   const uint8_t* tiles;
   const float* bias;
   float* y;
-  int64_t stride;  // of y
-  float* scratch;
-  int threads;
+  int64_t stride;       // of y
+  const float* packed;  // x in panels
 
   int64_t tile_count() const { return (outputs + kTile - 1) / kTile; }
   Output output(int64_t tile, int64_t row) const {
@@ -138,7 +138,7 @@ constexpr int64_t segment_bytes() {
 template <class Format>
 void few_rows(const Work& w) {
   const int64_t bytes = w.depth / Format::kBlock * Format::kBytes;
-#pragma omp parallel for schedule(static) num_threads(w.threads)
+#pragma omp for schedule(static) nowait
   for (int64_t tile = 0; tile < w.tile_count(); tile++) {
     float total[kFewRows * kTile] = {};
     const uint8_t* weights = w.tiles + tile * bytes;
@@ -166,7 +166,7 @@ struct Panels {
 // One tile for one chunk of rows, segment by segment: the expanded segment and the totals stay in
 // the first-level cache.
 template <class Format>
-void chunk_tile(const Work& w, const Panels& panels, int64_t chunk, int64_t tile, const float* packed) {
+void chunk_tile(const Work& w, const Panels& panels, int64_t chunk, int64_t tile) {
   alignas(64) float expanded[kSegment * kTile], total[kChunk * kTile];
   const int64_t begin = chunk * panels.in_chunk;
   const int64_t end = std::min(panels.count, begin + panels.in_chunk);
@@ -185,7 +185,7 @@ void chunk_tile(const Work& w, const Panels& panels, int64_t chunk, int64_t tile
     }
     for (int64_t p = begin; p < end; p++) {
       const int rows = panels.height(p);
-      const float* x = packed + p * panels.size * w.depth + k * rows;
+      const float* x = w.packed + p * panels.size * w.depth + k * rows;
       multiply_rows<Float32, kPanel>(rows, x, 1, rows, depth, dense,
                                      total + (p - begin) * panels.size * kTile);
     }
@@ -197,17 +197,16 @@ void chunk_tile(const Work& w, const Panels& panels, int64_t chunk, int64_t tile
 template <class Format>
 void many_rows(const Work& w) {
   const Panels panels(w.rows);
-  float* packed = w.scratch;
-#pragma omp parallel num_threads(w.threads)
-  {
+#pragma omp for schedule(static) nowait
+  for (int64_t unit = 0; unit < panels.chunks * w.tile_count(); unit++)
+    chunk_tile<Format>(w, panels, unit / w.tile_count(), unit % w.tile_count());
+}
+
+void pack_panels(const float* x, int64_t rows, int64_t depth, float* packed) {
+  const Panels panels(rows);
 #pragma omp for schedule(static)
-    for (int64_t p = 0; p < panels.count; p++)
-      pack(w.x + p * panels.size * w.depth, w.depth, panels.height(p), w.depth,
-           packed + p * panels.size * w.depth);
-#pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < panels.chunks * w.tile_count(); unit++)
-      chunk_tile<Format>(w, panels, unit / w.tile_count(), unit % w.tile_count(), packed);
-  }
+  for (int64_t p = 0; p < panels.count; p++)
+    pack(x + p * panels.size * depth, depth, panels.height(p), depth, packed + p * panels.size * depth);
 }
 
 // Rows of W (an embedding look-up): lane by lane out of the tiles.
@@ -238,18 +237,36 @@ void run(const Work& w) {
   else many_rows<Format>(w);
 }
 
+void run(int64_t kind, const Work& work) {
+  switch (kind) {
+    case kF32: return run<Float32>(work);
+    case kBF16: return run<BFloat16>(work);
+    case kF16: return run<Float16>(work);
+    case kQ8_0: return run<Q8_0>(work);
+    case kQ4_0: return run<Q4_0>(work);
+    default: return run<Q4_1>(work);
+  }
+}
+
 }  // namespace
+
+int64_t linear_scratch(const Linear& layer, int64_t rows) { return rows <= kFewRows ? 0 : rows * layer.depth; }
+
+void team::linear(const Linear& layer, const float* x, int64_t rows, float* y, float* scratch) {
+  if (rows > kFewRows) pack_panels(x, rows, layer.depth, scratch);
+  int64_t offset = 0;
+  for (const Matrix* m = layer.matrices; m < layer.matrices + layer.count; offset += m++->outputs) {
+    const float* bias = layer.bias ? layer.bias + offset : nullptr;
+    run(m->kind, {x, rows, layer.depth, m->outputs, m->tiles, bias, y + offset, layer.outputs, scratch});
+  }
+#pragma omp barrier
+}
 
 extern "C" {
 
 // Bytes of a packed matrix [outputs, depth] of this kind.
 int64_t prefixcache_linear_bytes(int kind, int64_t outputs, int64_t depth) {
   return (outputs + kTile - 1) / kTile * tile_bytes(kind, depth);
-}
-
-// Floats of scratch that a product of so many rows needs.
-int64_t prefixcache_linear_scratch(int64_t rows, int64_t depth) {
-  return rows <= kFewRows ? 0 : rows * depth;
 }
 
 // Pack rows [outputs, row_bytes] in their file format.
@@ -272,19 +289,11 @@ void prefixcache_linear_pack(int kind, const uint8_t* rows, int64_t row_bytes, i
   }
 }
 
-// y [rows, outputs] (row stride `stride`) = x [rows, depth] Wᵀ + bias.
-void prefixcache_linear(int kind, const float* x, int64_t rows, int64_t depth, const uint8_t* tiles,
-                        int64_t outputs, const float* bias, float* y, int64_t stride,
-                        float* scratch, int threads) {
-  const Work work{x, rows, depth, outputs, tiles, bias, y, stride, scratch, threads};
-  switch (kind) {
-    case kF32: return run<Float32>(work);
-    case kBF16: return run<BFloat16>(work);
-    case kF16: return run<Float16>(work);
-    case kQ8_0: return run<Q8_0>(work);
-    case kQ4_0: return run<Q4_0>(work);
-    default: return run<Q4_1>(work);
-  }
+int64_t prefixcache_linear_scratch(const Linear* layer, int64_t rows) { return linear_scratch(*layer, rows); }
+
+void prefixcache_linear(const Linear* layer, const float* x, int64_t rows, float* y, float* scratch, int threads) {
+#pragma omp parallel num_threads(threads)
+  team::linear(*layer, x, rows, y, scratch);
 }
 
 // out [count, depth] = rows `ids` of W.

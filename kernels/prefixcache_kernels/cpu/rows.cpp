@@ -6,14 +6,13 @@
 
 #include <algorithm>
 
+#include "kernels.h"
 #include "simd.h"
 
 using simd::F;
 using simd::kLanes;
 
 namespace {
-
-constexpr int64_t kParallelFrom = 1 << 14;  // elements; below, waking a thread costs more
 
 float lane_sum(F x) {
   float lanes[kLanes];
@@ -61,12 +60,11 @@ void rotate(float* x, const float* cosine, const float* sine, int64_t half) {
 
 }  // namespace
 
-extern "C" {
+namespace team {
 
-// residual += x (if there is a residual), then out = RMSNorm of the sum (or of x).
-void prefixcache_rms_norm(const float* x, float* residual, const float* weight, float eps, float* out,
-                          int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= kParallelFrom)
+void rms_norm(const float* x, float* residual, const float* weight, float eps, float* out, int64_t rows,
+              int64_t width) {
+#pragma omp for schedule(static)
   for (int64_t row = 0; row < rows; row++) {
     const float* from = x + row * width;
     if (residual) {
@@ -78,9 +76,8 @@ void prefixcache_rms_norm(const float* x, float* residual, const float* weight, 
   }
 }
 
-// out [rows, width] = gate / (1 + e^-gate) * up, of [gate | up] rows.
-void prefixcache_silu_mul(const float* gate_up, float* out, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= kParallelFrom)
+void silu_mul(const float* gate_up, float* out, int64_t rows, int64_t width) {
+#pragma omp for schedule(static)
   for (int64_t row = 0; row < rows; row++) {
     const float* gate = gate_up + row * 2 * width;
     each_vector(width, [&](int64_t i, int n) {
@@ -91,32 +88,21 @@ void prefixcache_silu_mul(const float* gate_up, float* out, int64_t rows, int64_
   }
 }
 
-struct RopeShape {
-  int64_t heads, kv_heads, dim, block_size;
-  int64_t k_block, k_head, k_dim;   // strides of the K cache, in floats; slots are adjacent
-  int64_t v_block, v_head, v_slot;  // of the V cache; dims are adjacent
-};
-
-// In each row of qkv: normalise Q and K heads (if there are weights), rotate them in place by the
-// row's position (negative: position 0), and write K and V to the row's slot (negative: nowhere).
-void prefixcache_rope_write_kv(float* qkv, int64_t rows, const int32_t* positions, const int64_t* slots,
-                               const float* table, const RopeShape* shape, const float* q_norm,
-                               const float* k_norm, float eps, float* k_cache, float* v_cache,
-                               int threads) {
-  const RopeShape s = *shape;
+void rope_write_kv(float* qkv, int64_t rows, const Rope& rope, const CacheShape& s, const HeadNorms& norms,
+                   float* k_cache, float* v_cache) {
   const int64_t width = (s.heads + 2 * s.kv_heads) * s.dim;
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width >= kParallelFrom)
+#pragma omp for schedule(static)
   for (int64_t row = 0; row < rows; row++) {
     float* states = qkv + row * width;
-    const float* angle = table + std::max(positions[row], 0) * s.dim;
+    const float* angle = rope.table + std::max(rope.positions[row], 0) * s.dim;
     for (int64_t head = 0; head < s.heads + s.kv_heads; head++) {
       float* x = states + head * s.dim;
-      const float* norm = head < s.heads ? q_norm : k_norm;
-      if (norm) normalise(x, norm, eps, x, s.dim);
+      const float* norm = head < s.heads ? norms.q : norms.k;
+      if (norm) normalise(x, norm, norms.eps, x, s.dim);
       rotate(x, angle, angle + s.dim / 2, s.dim / 2);
     }
-    if (slots[row] < 0) continue;
-    const int64_t block = slots[row] / s.block_size, slot = slots[row] % s.block_size;
+    if (rope.slots[row] < 0) continue;
+    const int64_t block = rope.slots[row] / s.block_size, slot = rope.slots[row] % s.block_size;
     const float* k = states + s.heads * s.dim;
     const float* v = k + s.kv_heads * s.dim;
     for (int64_t head = 0; head < s.kv_heads; head++, k += s.dim, v += s.dim) {
@@ -125,6 +111,27 @@ void prefixcache_rope_write_kv(float* qkv, int64_t rows, const int32_t* position
       std::memcpy(v_cache + block * s.v_block + head * s.v_head + slot * s.v_slot, v, sizeof(float) * s.dim);
     }
   }
+}
+
+}  // namespace team
+
+extern "C" {
+
+void prefixcache_rms_norm(const float* x, float* residual, const float* weight, float eps, float* out,
+                          int64_t rows, int64_t width, int threads) {
+#pragma omp parallel num_threads(threads)
+  team::rms_norm(x, residual, weight, eps, out, rows, width);
+}
+
+void prefixcache_silu_mul(const float* gate_up, float* out, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel num_threads(threads)
+  team::silu_mul(gate_up, out, rows, width);
+}
+
+void prefixcache_rope_write_kv(float* qkv, int64_t rows, const Rope* rope, const CacheShape* shape,
+                               const HeadNorms* norms, float* k_cache, float* v_cache, int threads) {
+#pragma omp parallel num_threads(threads)
+  team::rope_write_kv(qkv, rows, *rope, *shape, *norms, k_cache, v_cache);
 }
 
 }  // extern "C"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from prefixcache_kernels import reference
-from prefixcache_kernels.backend import Heads, Linear, Weight
+from prefixcache_kernels.backend import DecoderLayers, Heads, Layer, Linear, Weight
+from prefixcache_kernels.layers import LayerByLayer
 from prefixcache_kernels.triton_backend import rows, write_kv
 from prefixcache_kernels.triton_backend.attention_work import Policy
 from prefixcache_kernels.triton_backend.copy_blocks import copy_blocks
@@ -75,6 +76,10 @@ class TritonKernels:
         dense = (InvariantLinear, reference.PlainLinear)
         table = tied.weight if isinstance(tied, dense) else weight.dense()
         return lambda ids: table[ids]
+
+    def layers(self, layers: Sequence[Layer], final_norm: Tensor, eps: float) -> DecoderLayers:
+        """See `Kernels.layers`."""
+        return LayerByLayer(self, layers, final_norm, eps)
 
     def policy(self, heads: Heads) -> Policy:
         """Return how a step is cut into items; no result depends on it."""

@@ -1,0 +1,125 @@
+"""Linear layers of the CPU backend: weights packed in their own format, and memory to work in.
+
+Owns the packed weights. How they are laid out is `formats.h`'s.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixcache_kernels.backend import Weight
+from prefixcache_kernels.cpu.library import Kind, Library, LinearLayer, Matrix
+
+
+class Scratch:
+    """Memory that products and partials reuse; it grows to what the largest step needs."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def pointer(self, floats: int) -> int:
+        """Address of at least `floats` floats, valid until the next call."""
+        if self._memory.numel() < floats:
+            self._memory = torch.empty(floats)
+        return self._memory.data_ptr()
+
+
+class CpuLinear:
+    """y = x Wᵀ + b, the weights in their own format; each output one chain over k."""
+
+    def __init__(
+        self, library: Library, scratch: Scratch, weights: Sequence[Weight], bias: Tensor | None
+    ) -> None:
+        """weights: matrices with the same input, outputs side by side; bias: float32 [out]."""
+        self._library = library
+        self._scratch = scratch
+        self.in_features = weights[0].shape[1]
+        self.out_features = sum(weight.shape[0] for weight in weights)
+        matrices, tiles = [], []
+        for kind, members in groupby(weights, _kind):
+            same = list(members)
+            outputs = sum(weight.shape[0] for weight in same)
+            tiles.append(_pack(library, kind, same, outputs, self.in_features))
+            matrices.append(Matrix(kind, outputs, tiles[-1].data_ptr()))
+        self.tiles = tuple(tiles)
+        self._bias = bias
+        self.structure = LinearLayer(
+            self.in_features,
+            self.out_features,
+            None if bias is None else bias.data_ptr(),
+            len(matrices),
+            (Matrix * len(matrices))(*matrices),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Float32 [M, in], contiguous → [M, out]."""
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(f"x: shape must be [M, {self.in_features}], not {tuple(x.shape)}")
+        require_rows(x, "x")
+        rows = x.shape[0]
+        y = torch.empty(rows, self.out_features)
+        self._library.linear(
+            self.structure,
+            x.data_ptr(),
+            rows,
+            y.data_ptr(),
+            self._scratch.pointer(self._library.linear_scratch(self.structure, rows)),
+            torch.get_num_threads(),
+        )
+        return y
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of W as float32, [n, in], for int64 ids [n]: an embedding look-up.
+
+        Only for a layer of one format.
+        """
+        (tiles,) = self.tiles
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self.in_features)
+        self._library.linear_rows(
+            self.structure.matrices[0].kind,
+            tiles.data_ptr(),
+            self.in_features,
+            ids.data_ptr(),
+            len(ids),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def _kind(weight: Weight) -> Kind:
+    """Formats that the kernels read stay; any other is expanded to float32 once."""
+    native = {kind.name for kind in Kind}
+    quantised = weight.raw is not None
+    if weight.format in native and (quantised or weight.format in ("F32", "BF16", "F16")):
+        return Kind[weight.format]
+    return Kind.F32
+
+
+def _pack(
+    library: Library, kind: Kind, weights: Sequence[Weight], outputs: int, inputs: int
+) -> Tensor:
+    dense = {Kind.F32: torch.float32, Kind.BF16: torch.bfloat16, Kind.F16: torch.float16}
+    if kind in dense:  # a 16-bit checkpoint went to float32 and back: the same numbers
+        rows = torch.cat([weight.dense().to(dense[kind]) for weight in weights]).contiguous()
+        row_bytes = inputs * rows.element_size()
+    else:
+        raw = [weight.raw for weight in weights if weight.raw is not None]
+        rows = torch.from_numpy(np.concatenate(raw))
+        row_bytes = rows.shape[1]
+    tiles = torch.empty(library.linear_bytes(kind, outputs, inputs), dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    library.linear_pack(
+        kind, rows.data_ptr(), row_bytes, outputs, inputs, tiles.data_ptr(), threads
+    )
+    return tiles
+
+
+def require_rows(x: Tensor, name: str) -> None:
+    """Raise ValueError unless x is a matrix of contiguous float32 rows."""
+    if x.dtype != torch.float32 or x.dim() != 2 or not x.is_contiguous():
+        raise ValueError(f"{name}: must be contiguous float32 rows, not {x.dtype} {x.stride()}")
