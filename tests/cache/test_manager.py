@@ -1,8 +1,13 @@
 """The block manager, one behaviour a test. Block size 4, token ids small, no model."""
 
+import ast
+import itertools
+import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +19,7 @@ from prefixcache.cache import (
     BlockTable,
     NoFreeBlocks,
     check_integrity,
+    digest,
     namespace_key,
     token_bytes,
 )
@@ -136,6 +142,23 @@ def test_namespaces_share_nothing(manager: BlockManager) -> None:
     assert len(blocks) == 2 * len(keys)
 
 
+def test_one_adapters_blocks_never_serve_another(manager: BlockManager) -> None:
+    """PC-03: the same 9 tokens under adapter 'a', 'b', none, and 'a' again."""
+    names = ["a", "b", "", "a"]
+    tables, found = [], []
+    for name in names:
+        namespace = namespace_key(model=b"m", adapter=name)
+        found.append(cached(manager, first(9), namespace))
+        tables.append(run(manager, first(9), namespace))
+    assert found == [0, 0, 0, 8]
+    own, again = ({int(block) for block in tables[at].row[:2]} for at in (0, 3))
+    assert own == again
+    others = {int(block) for table in tables[1:3] for block in table.row[:2]}
+    assert len(own | others) == 6
+    for table in tables:
+        manager.release(table)
+
+
 def test_a_digest_collision_is_a_miss_and_never_a_wrong_block() -> None:
     """SE-02: with a digest that is the same for all blocks, only tokens decide."""
     manager = BlockManager(16, BLOCK, BlockDigest(0, lambda data, seed: b"0" * 16))
@@ -149,23 +172,80 @@ def test_a_digest_collision_is_a_miss_and_never_a_wrong_block() -> None:
     assert manager.num_in_use == 0
 
 
-def test_digests_depend_on_the_seed_alone() -> None:
-    """PC-18, SE-02: the same bytes in every process for a seed, others for another seed."""
-    program = (
-        "from prefixcache.cache import BlockDigest, namespace_key\n"
-        "root = BlockDigest(7)(namespace_key(model=b'm'))\n"
-        "print([d.hex() for d in BlockDigest(7).chain(root, bytes(range(32)), 0, 16)])"
-    )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", program], env=env, check=True, capture_output=True, text=True
-        ).stdout
-        for env in ({"PYTHONHASHSEED": "0"}, {"PYTHONHASHSEED": "1"})
-    }
+def colliding_blocks() -> tuple[list[int], list[int]]:
+    """Two blocks of 4 tokens with one xxh3_128 digest for seed 0, behind any parent.
+
+    Of 32 bytes, the last 16 are multiplied half by half, each xored with a public secret: a half
+    that equals its secret makes the product 0, whatever the other one is; and both halves' sum,
+    which enters too, is the same for (secret, other + d) and (secret + d, other).
+    """
+    secret = bytes.fromhex("ded46de9839097db7240a4a4b7b3671f")  # bytes 16 to 31 of XXH3's own
+    low, high = struct.unpack("<QQ", secret)
+    pair = ((low, high + 5), (low + 5, high))
+    one, two = (list(struct.unpack("<4I", struct.pack("<QQ", *halves))) for halves in pair)
+    return one, two
+
+
+def test_a_prepared_collision_needs_the_seed_and_costs_a_miss() -> None:
+    """SE-02: a real colliding pair of the hash, for the seed that would be public."""
+    one, two = colliding_blocks()
+    assert one != two
+    for seed, collide in ((0, True), (1, False), (2**64 - 1, False)):
+        manager = BlockManager(16, BLOCK, BlockDigest(seed))
+        parent = manager.trie.digest(NAMESPACE)
+        names = {manager.trie.digest(parent + token_bytes(array(block))) for block in (one, two)}
+        assert (len(names) == 1) is collide
+        mine, other = run(manager, one), run(manager, two)
+        assert mine.row[0] != other.row[0]
+        assert cached(manager, one) == 4
+        assert cached(manager, two) == (0 if collide else 4)
+        check_integrity(manager)
+
+
+KEYS = """
+import runpy, sys
+digest = runpy.run_path(sys.argv[1])
+keys = digest["BlockDigest"](7)
+root = keys(digest["namespace_key"](model=b"m"))
+tokens = b"".join(token.to_bytes(4, "little") for token in range(1, 9))
+print([key.hex() for key in keys.chain(root, tokens, 0, 16)])
+"""
+
+
+def succeeds(*command: str) -> bool:
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def test_keys_are_the_same_bytes_in_every_process() -> None:
+    """PC-18: of [1..8], twice with PYTHONHASHSEED=0 and once without; SE-02: by the seed alone.
+
+    In this Python, and in others that are here and have xxhash.
+    """
     root = BlockDigest(7)(NAMESPACE)
-    here = [digest.hex() for digest in BlockDigest(7).chain(root, bytes(range(32)), 0, 16)]
-    assert outputs == {f"{here}\n"}
-    assert here[0] != BlockDigest(8).chain(root, bytes(range(32)), 0, 16)[0].hex()
+    tokens = token_bytes(array(first(8)))
+    here = [key.hex() for key in BlockDigest(7).chain(root, tokens, 0, 16)]
+    others = [shutil.which(f"python3.{minor}") for minor in range(11, 16)]
+    able = "import sys, xxhash; assert sys.version_info >= (3, 11)"
+    pythons = [other for other in others if other and succeeds(other, "-c", able)]
+    fixed = {"PYTHONHASHSEED": "0"}
+    runs = [(sys.executable, fixed), (sys.executable, {}), *((name, fixed) for name in pythons)]
+    for python, environment in runs:
+        done = subprocess.run(
+            [python, "-c", KEYS, digest.__file__],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout == f"{here}\n", python
+    assert here[0] != BlockDigest(8).chain(root, tokens, 0, 16)[0].hex()
+
+
+def test_no_key_is_made_with_the_built_in_hash() -> None:
+    """PC-18: it differs from process to process, for tuples that hold None even with a seed."""
+    for file in Path(digest.__file__).parent.glob("*.py"):
+        calls = (node for node in ast.walk(ast.parse(file.read_text())) if hasattr(node, "func"))
+        assert not [call for call in calls if getattr(call.func, "id", "") == "hash"], file.name
 
 
 # ---------------------------------------------------------------- sharing
@@ -179,6 +259,10 @@ def test_equal_blocks_are_adopted(manager: BlockManager) -> None:
     assert one.block_ids().tolist() == two.block_ids().tolist()
     assert manager.num_in_use == 2
     assert manager.num_free == 30
+    manager.release(one)  # one holder of the key goes, the other's is still found
+    assert cached(manager, first(8)) == 8
+    manager.release(two)
+    assert cached(manager, first(8)) == manager.num_evictable * BLOCK == 8
 
 
 def test_the_last_holder_of_a_tail_writes_in_place(manager: BlockManager) -> None:
@@ -415,18 +499,19 @@ def test_a_block_has_one_state_at_a_time(manager: BlockManager) -> None:
     assert manager.num_in_use == 0
 
 
-@pytest.mark.parametrize(
-    "order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
-)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("parted", [False, True])
 def test_parent_and_forks_may_end_in_any_order(
-    manager: BlockManager, order: tuple[int, ...]
+    manager: BlockManager, order: tuple[int, ...], parted: bool
 ) -> None:
-    """RC-04."""
+    """RC-04: a parent and two children, before and behind the point where they copy its tail."""
     parent = run(manager, first(6))
     tables = [parent, manager.fork(parent), manager.fork(parent)]
-    for index, table in enumerate(tables):
+    for index, table in enumerate(tables if parted else []):
         compute(manager, table, [*first(6), 20 + index, 5, 6, 7])
+    assert manager.num_in_use == (1 + 3 * 2 if parted else 2)
     for index in order:
+        assert len(set(tables[index].block_ids().tolist())) == tables[index].num_blocks
         manager.release(tables[index])
         check_integrity(manager)
     assert manager.num_in_use == 0
