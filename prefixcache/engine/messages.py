@@ -4,6 +4,7 @@ One batch of commands goes in before a step, one batch of events comes out after
 engine can run in a thread or in a process of its own. Nothing here refers to engine objects.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,13 +86,14 @@ class Abort:
 class Release:
     """Give back a kept sequence, or abort a live one; with `subtree` its descendants too.
 
+    cache_salt: None, for operators only, stands for all salts.
     Answered by Reply with a ReleaseReceipt, or NotFound.
     """
 
     call_id: str
     sequence_id: str
     subtree: bool = False
-    cache_salt: str = ""
+    cache_salt: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +134,11 @@ class PinPrefix:
 
 @dataclass(frozen=True, slots=True)
 class UnpinPrefix:
-    """Answered by Reply with a PinInfo, or NotFound."""
+    """Answered by Reply with a PinInfo, or NotFound. cache_salt: None is the operator's."""
 
     call_id: str
     pin_id: str
-    cache_salt: str = ""
+    cache_salt: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,56 @@ class UnsubscribeEvents:
     call_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class InspectCache:
+    """What an operator's page shows, of one moment. Answered by Reply with a `views.CacheView`.
+
+    max_nodes, max_sequences: bound its size and the time that it takes.
+    label_tokens: how many tokens of each node to tell; 0 tells no token of any prompt.
+    """
+
+    call_id: str
+    max_nodes: int = 200
+    max_sequences: int = 200
+    label_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InspectNode:
+    """Who uses a node of the tree. Answered by Reply with a `views.NodeDetail`, or NotFound.
+
+    digest: as the last InspectCache or InspectNode gave it.
+    max_tokens: how many tokens of its run to tell; label_tokens: of each child's.
+    """
+
+    call_id: str
+    digest: bytes
+    max_tokens: int = 0
+    label_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PinNode:
+    """Keep a node and all above it from eviction. Answered by Reply with a PinInfo, or NotFound."""
+
+    call_id: str
+    digest: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FlushNode:
+    """Drop the blocks at and below a node that are not in use.
+
+    Answered by Reply with the number of blocks freed, or NotFound.
+    """
+
+    call_id: str
+    digest: bytes
+
+
+Inspection = InspectCache | InspectNode | PinNode | FlushNode
+
 Command = (
     Generate
     | Fork
@@ -172,6 +224,7 @@ Command = (
     | UnpinPrefix
     | SubscribeEvents
     | UnsubscribeEvents
+    | Inspection
 )
 
 # ---------------------------------------------------------------- events
@@ -331,9 +384,58 @@ class PinInfo:
     seconds: float
 
 
+MissCause = Literal["never_seen", "evicted", "other_namespace", "bypassed", "remainder"]
+
+
+@dataclass(frozen=True, slots=True)
+class SizePoint:
+    """What a pool of another size would have hit. scale: times today's pool; blocks: its size.
+
+    hit_rate: of prompt tokens, 0 to 1; None before the first lookup.
+    """
+
+    scale: float
+    blocks: int
+    hit_rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often a value fell where. counts: one a bound, up to and including it, and one above all.
+
+    Not cumulative. name is that of docs/metrics.md, without the prefix; sum is of all values.
+    """
+
+    name: str
+    labels: Mapping[str, str]
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """Tokens of one tenant. tenant: a digest of its salt, or "other" for all that are left."""
+
+    tenant: str
+    cached_tokens: int
+    forked_tokens: int
+    computed_tokens: int
+    completion_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Pool and counters at one moment. Token counters are over all admitted requests."""
+    """Pool and counters at one moment; docs/metrics.md defines each figure.
+
+    Token counters are over all admitted requests: cached + forked + computed = prompt.
+    sequences_waiting: preempted ones (sequences_preempted) included.
+    blocks_shared: used by several running sequences. blocks_saved: more that these would need if
+        each had its own. blocks_leased: held for kept sequences and queued forks.
+    misses: computed tokens by MissCause; all causes are there, and they add up to computed_tokens.
+    finish_reasons: sequences that ended, by FinishReason; all reasons are there.
+    tenants: only where the configuration asks for them.
+    """
 
     block_size: int
     blocks_total: int
@@ -358,4 +460,25 @@ class CacheStats:
     requests_aborted: int
     requests_failed: int
     same_bits: bool
-    extra: dict[str, float] = field(default_factory=dict)
+    bytes_per_block: int = 0
+    blocks_shared: int = 0
+    blocks_saved: int = 0
+    blocks_leased: int = 0
+    sequences_preempted: int = 0
+    misses: Mapping[str, int] = field(default_factory=dict)
+    finish_reasons: Mapping[str, int] = field(default_factory=dict)
+    size_curve: tuple[SizePoint, ...] = ()
+    histograms: tuple[Histogram, ...] = ()
+    tenants: tuple[TenantStats, ...] = ()
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Cached ÷ (cached + computed) prompt tokens, 0 to 1; None before the first of them."""
+        looked_up = self.cached_tokens + self.computed_tokens
+        return self.cached_tokens / looked_up if looked_up else None
+
+    @property
+    def bytes_saved(self) -> int:
+        """Memory that sharing saves now."""
+        return self.blocks_saved * self.bytes_per_block

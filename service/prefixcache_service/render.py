@@ -4,6 +4,7 @@ Pure: touches neither network nor engine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from prefixcache.engine import messages as engine
 from prefixcache_service.v1 import prefixcache_pb2 as pb
@@ -168,8 +169,39 @@ def pin(value: engine.PinInfo) -> pb.Pin:
 
 def stats(value: engine.CacheStats) -> pb.GetCacheStatsResponse:
     """Pool and counters: the fields have the same names on both sides."""
+    parts: dict[str, Callable[[Any], Any]] = {
+        "size_curve": _size_point,
+        "histograms": _histogram,
+        "tenants": _tenant,
+    }
     fields = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    for name, convert in parts.items():
+        fields[name] = [convert(one) for one in fields[name]]
     return pb.GetCacheStatsResponse(**fields)
+
+
+def _size_point(point: engine.SizePoint) -> pb.SizePoint:
+    return pb.SizePoint(scale=point.scale, blocks=point.blocks, hit_rate=point.hit_rate)
+
+
+def _histogram(histogram: engine.Histogram) -> pb.Histogram:
+    return pb.Histogram(
+        name=histogram.name,
+        labels=histogram.labels,
+        bounds=histogram.bounds,
+        counts=histogram.counts,
+        sum=histogram.sum,
+    )
+
+
+def _tenant(tenant: engine.TenantStats) -> pb.TenantStats:
+    return pb.TenantStats(
+        tenant=tenant.tenant,
+        cached_tokens=tenant.cached_tokens,
+        forked_tokens=tenant.forked_tokens,
+        computed_tokens=tenant.computed_tokens,
+        completion_tokens=tenant.completion_tokens,
+    )
 
 
 def cache_events(

@@ -13,9 +13,12 @@ from prefixcache.engine.messages import (
     CacheEvent,
     CacheStats,
     FinishReason,
+    Histogram,
     PinInfo,
     ReleaseReceipt,
     SequenceInfo,
+    SizePoint,
+    TenantStats,
     Usage,
 )
 from prefixcache.errors import Internal
@@ -353,9 +356,33 @@ def pin(response: pb.PinPrefixResponse | pb.UnpinPrefixResponse) -> PinInfo:
 
 def stats(response: pb.GetCacheStatsResponse) -> CacheStats:
     """Pool and counters; the fields have the same names on both sides."""
-    names = [name for name in CacheStats.__dataclass_fields__ if name != "extra"]
-    values = {name: getattr(response, name) for name in names}
-    return CacheStats(extra=dict(response.extra), **values)
+    values = {name: getattr(response, name) for name in CacheStats.__dataclass_fields__}
+    for name in ("misses", "finish_reasons", "extra"):
+        values[name] = dict(values[name])
+    values["size_curve"] = tuple(map(_size_point, response.size_curve))
+    values["histograms"] = tuple(map(_histogram, response.histograms))
+    values["tenants"] = tuple(map(_tenant, response.tenants))
+    return CacheStats(**values)
+
+
+def _size_point(point: pb.SizePoint) -> SizePoint:
+    hit_rate = point.hit_rate if point.HasField("hit_rate") else None
+    return SizePoint(point.scale, point.blocks, hit_rate)
+
+
+def _histogram(message: pb.Histogram) -> Histogram:
+    return Histogram(
+        message.name,
+        dict(message.labels),
+        tuple(message.bounds),
+        tuple(message.counts),
+        message.sum,
+    )
+
+
+def _tenant(message: pb.TenantStats) -> TenantStats:
+    values = {name: getattr(message, name) for name in TenantStats.__dataclass_fields__}
+    return TenantStats(**values)
 
 
 def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:

@@ -147,7 +147,7 @@ def test_metrics_agree_with_the_figures(server, client):
         for sample in family.samples
     }
     assert all(name.startswith("prefixcache_") for name, *_ in samples)
-    assert samples["prefixcache_prompt_tokens_total",] == stats.prompt_tokens
+    assert samples["prefixcache_prompt_tokens_total", "computed"] == stats.computed_tokens
     assert samples["prefixcache_blocks", "evictable"] == stats.blocks_evictable
     assert sum(value for key, value in samples.items() if key[0] == "prefixcache_blocks") == 512
 

@@ -393,7 +393,7 @@ class GetCacheStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCacheStatsResponse(_message.Message):
-    __slots__ = ("block_size", "blocks_total", "blocks_free", "blocks_evictable", "blocks_in_use", "blocks_pinned", "sequences_running", "sequences_waiting", "sequences_kept", "prompt_tokens", "cached_tokens", "forked_tokens", "computed_tokens", "recomputed_tokens", "completion_tokens", "preemptions", "forks", "block_copies", "evicted_blocks", "requests_finished", "requests_aborted", "requests_failed", "same_bits", "extra")
+    __slots__ = ("block_size", "blocks_total", "blocks_free", "blocks_evictable", "blocks_in_use", "blocks_pinned", "sequences_running", "sequences_waiting", "sequences_kept", "prompt_tokens", "cached_tokens", "forked_tokens", "computed_tokens", "recomputed_tokens", "completion_tokens", "preemptions", "forks", "block_copies", "evicted_blocks", "requests_finished", "requests_aborted", "requests_failed", "same_bits", "extra", "bytes_per_block", "blocks_shared", "blocks_saved", "blocks_leased", "sequences_preempted", "misses", "finish_reasons", "size_curve", "histograms", "tenants")
     class ExtraEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +401,20 @@ class GetCacheStatsResponse(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class MissesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class FinishReasonsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -425,6 +439,16 @@ class GetCacheStatsResponse(_message.Message):
     REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     SAME_BITS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SHARED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SAVED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LEASED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_CURVE_FIELD_NUMBER: _ClassVar[int]
+    HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     blocks_total: int
     blocks_free: int
@@ -449,7 +473,62 @@ class GetCacheStatsResponse(_message.Message):
     requests_failed: int
     same_bits: bool
     extra: _containers.ScalarMap[str, float]
-    def __init__(self, block_size: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sequences_running: _Optional[int] = ..., sequences_waiting: _Optional[int] = ..., sequences_kept: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forked_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., forks: _Optional[int] = ..., block_copies: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., same_bits: _Optional[bool] = ..., extra: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    bytes_per_block: int
+    blocks_shared: int
+    blocks_saved: int
+    blocks_leased: int
+    sequences_preempted: int
+    misses: _containers.ScalarMap[str, int]
+    finish_reasons: _containers.ScalarMap[str, int]
+    size_curve: _containers.RepeatedCompositeFieldContainer[SizePoint]
+    histograms: _containers.RepeatedCompositeFieldContainer[Histogram]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
+    def __init__(self, block_size: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sequences_running: _Optional[int] = ..., sequences_waiting: _Optional[int] = ..., sequences_kept: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forked_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., forks: _Optional[int] = ..., block_copies: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., same_bits: _Optional[bool] = ..., extra: _Optional[_Mapping[str, float]] = ..., bytes_per_block: _Optional[int] = ..., blocks_shared: _Optional[int] = ..., blocks_saved: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., sequences_preempted: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., finish_reasons: _Optional[_Mapping[str, int]] = ..., size_curve: _Optional[_Iterable[_Union[SizePoint, _Mapping]]] = ..., histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ...) -> None: ...
+
+class SizePoint(_message.Message):
+    __slots__ = ("scale", "blocks", "hit_rate")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    scale: float
+    blocks: int
+    hit_rate: float
+    def __init__(self, scale: _Optional[float] = ..., blocks: _Optional[int] = ..., hit_rate: _Optional[float] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("name", "labels", "bounds", "counts", "sum")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    labels: _containers.ScalarMap[str, str]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, name: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+
+class TenantStats(_message.Message):
+    __slots__ = ("tenant", "cached_tokens", "forked_tokens", "computed_tokens", "completion_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    cached_tokens: int
+    forked_tokens: int
+    computed_tokens: int
+    completion_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., forked_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ("cache_salt",)
