@@ -376,16 +376,21 @@ class BlockManager:
         else:
             root = self.trie.find_root(namespace)
             roots = [] if root is None else [root]
+        removed = self.flush_below(*roots)
+        if namespace is None and self.trie.num_blocks == 0:
+            for observer in self.observers:
+                observer.cleared()
+        return removed
+
+    def flush_below(self, *nodes: Node) -> int:
+        """Drop every cached block at and below these nodes that is not in use; how many."""
         removed: list[bytes] = []
-        for root in roots:
-            for block, digest in self.trie.flush(root):
+        for node in nodes:
+            for block, digest in self.trie.flush(node):
                 self.pool.give(block)
                 removed.append(digest)
         if removed:
             self._notify_removed(removed)
-        if namespace is None and self.trie.num_blocks == 0:
-            for observer in self.observers:
-                observer.cleared()
         return len(removed)
 
     def _take(self) -> int:

@@ -13,8 +13,9 @@ leases likewise. So a node is in use exactly when `hard > 0`, taking or dropping
 O(1) unless a whole branch falls idle, and no block is counted twice.
 """
 
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,7 @@ class Node:
 
     __slots__ = (
         "blocks",
+        "born",
         "children",
         "digests",
         "end",
@@ -41,9 +43,11 @@ class Node:
         "siblings",
         "soft",
         "tokens",
+        "used",
+        "uses",
     )
 
-    def __init__(self, parent: "Node | None", end: int) -> None:
+    def __init__(self, parent: "Node | None", end: int, now: float) -> None:
         self.parent = parent
         self.end = end
         """Blocks from the root to the end of this run."""
@@ -58,6 +62,10 @@ class Node:
         self.level = PRUNED
         self.queued: int | None = None
         self.leases: set[Lease] | None = None
+        self.born = now
+        self.used = now
+        self.uses = 0
+        """Requests that began on this run; the one that made it is not counted."""
 
     @property
     def start(self) -> int:
@@ -95,9 +103,12 @@ class Match:
 
 
 class PrefixTrie:
-    """All namespaces of one pool."""
+    """All namespaces of one pool. clock: of the nodes' ages, in seconds; for those who look on."""
 
-    def __init__(self, block_size: int, digest: BlockDigest) -> None:
+    def __init__(
+        self, block_size: int, digest: BlockDigest, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.clock = clock
         self.block_size = block_size
         self.digest = digest
         self.idle = EvictionOrder()
@@ -111,7 +122,7 @@ class PrefixTrie:
         """The root of a namespace, made if it is not there. It lasts while anything is below it."""
         node = self._roots.get(key)
         if node is None:
-            node = Node(None, 0)
+            node = Node(None, 0, self.clock())
             node.digests += self.digest(key)
             node.tokens += key
             self._roots[key] = node
@@ -186,7 +197,7 @@ class PrefixTrie:
 
     def add_child(self, node: Node, digest: bytes, tokens: bytes, block: int) -> Node:
         """Put a computed block below `node`, whose hold by the caller passes on to the child."""
-        child = Node(node, node.end)
+        child = Node(node, node.end, self.clock())
         child.hard = 1
         self.extend(child, digest, tokens, block)
         self._adopt(node, child)
@@ -209,7 +220,8 @@ class PrefixTrie:
         assert node.parent is not None
         cut = end - node.start
         token_cut, digest_cut = cut * self._block_bytes, cut * DIGEST_BYTES
-        upper = Node(node.parent, end)
+        upper = Node(node.parent, end, node.born)
+        upper.used, upper.uses = node.used, node.uses
         upper.tokens, node.tokens = node.tokens[:token_cut], node.tokens[token_cut:]
         upper.digests, node.digests = node.digests[:digest_cut], node.digests[digest_cut:]
         upper.blocks, node.blocks = node.blocks[:cut], node.blocks[cut:]
@@ -262,6 +274,15 @@ class PrefixTrie:
             self.idle.add(node)
             up.level = min(up.level, node.level)
             node = up
+
+    def count_use(self, node: Node) -> None:
+        """A request began on this node, and so on all above it."""
+        now = self.clock()
+        up: Node | None = node
+        while up is not None:
+            up.uses += 1
+            up.used = now
+            up = up.parent
 
     def lease(self, node: Node, lease: Lease) -> None:
         """Take a soft reference: the node and all above it go last. To be called while in use."""
@@ -345,9 +366,9 @@ class PrefixTrie:
         if node.parent is None and not (node.children or node.hard or node.soft):
             self._roots.pop(bytes(node.tokens), None)
 
-    def flush(self, root: Node) -> Iterator[tuple[int, bytes]]:
-        """Take every idle block below `root`, leaves first: (block, digest) each."""
-        stack = list(root.children.values())
+    def flush(self, top: Node) -> Iterator[tuple[int, bytes]]:
+        """Take every idle block at and below `top`, leaves first: (block, digest) each."""
+        stack = [top] if top.blocks else list(top.children.values())
         nodes: list[Node] = []
         while stack:
             node = stack.pop()

@@ -1,4 +1,4 @@
-"""Commands that are answered at once: lists, statistics, release, flush, pins, subscriptions.
+"""Commands that are answered at once: statistics, views, release, flush, pins, subscriptions.
 
 Owns no state: it reads the engine's parts and asks their owners to change theirs.
 """
@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING
 from prefixcache.cache import BlockManager, BlockTable, token_bytes
 from prefixcache.cache.table import Holding
 from prefixcache.cache.trie import Node
+from prefixcache.engine.inspect import MAX_LISTED, Held
 from prefixcache.engine.messages import (
     CacheStats,
     Event,
     FlushCache,
+    FlushNode,
     GetStats,
+    InspectCache,
+    Inspection,
+    InspectNode,
     ListSequences,
     PinInfo,
+    PinNode,
     PinPrefix,
     Release,
     ReleaseReceipt,
@@ -25,8 +31,9 @@ from prefixcache.engine.messages import (
     UnpinPrefix,
     UnsubscribeEvents,
 )
-from prefixcache.engine.registry import Entry, PinEntry
+from prefixcache.engine.registry import Entry
 from prefixcache.engine.sequence import State
+from prefixcache.engine.views import CacheView, PinView
 from prefixcache.errors import FailedPrecondition, Internal, InvalidArgument, PrefixCacheError
 
 if TYPE_CHECKING:
@@ -43,6 +50,7 @@ Call = (
     | UnpinPrefix
     | SubscribeEvents
     | UnsubscribeEvents
+    | Inspection
 )
 
 
@@ -75,9 +83,17 @@ def _value(engine: "Engine", call: Call) -> object:
         case PinPrefix():
             return _pin(engine, call)
         case UnpinPrefix():
-            return _pin_info(engine, engine.registry.unpin(call.pin_id, call.cache_salt))
+            return engine.registry.pin_info(engine.registry.unpin(call.pin_id, call.cache_salt))
         case SubscribeEvents():
             return engine.event_log.subscribe(call)
+        case InspectCache():
+            return _cache_view(engine, call)
+        case InspectNode():
+            return engine.inspector.detail(call)
+        case PinNode():
+            return _pin_node(engine, call)
+        case FlushNode():
+            return engine.inspector.flush(call.digest)
         case _:
             raise Internal(f"no answer is known to {type(call).__name__}")
 
@@ -128,9 +144,7 @@ def _own_and_shared(holding: Holding) -> tuple[int, int]:
 
 
 def _pin(engine: "Engine", call: PinPrefix) -> PinInfo:
-    longest = engine.config.max_keep_seconds
-    if not 0 < call.seconds <= longest:
-        raise InvalidArgument("seconds", f"must be above 0 and at most {longest:g}")
+    _check_pin_seconds(engine, call.seconds)
     data = token_bytes(engine.requests.prompt("prompt", call.token_ids))
     pin = engine.manager.pin(engine.requests.namespace(call.cache_salt), data)
     if pin.num_blocks == 0:
@@ -138,13 +152,38 @@ def _pin(engine: "Engine", call: PinPrefix) -> PinInfo:
         raise FailedPrecondition(
             "no whole block of this prompt is cached: generate from it with max_tokens = 0 first"
         )
-    return _pin_info(engine, engine.registry.pin(pin, call.cache_salt, call.seconds))
+    return engine.registry.pin_info(engine.registry.pin(pin, call.cache_salt, call.seconds))
 
 
-def _pin_info(engine: "Engine", entry: PinEntry) -> PinInfo:
-    blocks = entry.pin.num_blocks
-    left = engine.registry.seconds_left(entry.expires)
-    return PinInfo(entry.id, blocks * engine.config.block_size, blocks, left)
+def _pin_node(engine: "Engine", call: PinNode) -> PinInfo:
+    _check_pin_seconds(engine, call.seconds)
+    pin = engine.inspector.pin(call.digest)
+    if pin.num_blocks == 0:
+        engine.manager.unpin(pin)
+        raise FailedPrecondition("a whole namespace cannot be pinned: pin a prefix in it")
+    return engine.registry.pin_info(engine.registry.pin(pin, None, call.seconds))
+
+
+def _check_pin_seconds(engine: "Engine", seconds: float) -> None:
+    longest = engine.config.max_keep_seconds
+    if not 0 < seconds <= longest:
+        raise InvalidArgument("seconds", f"must be above 0 and at most {longest:g}")
+
+
+def _cache_view(engine: "Engine", call: InspectCache) -> CacheView:
+    inspector, registry = engine.inspector, engine.registry
+    held = Held(engine.manager)
+    entries, total = inspector.sequences(call.max_sequences)
+    pins = [(registry.pin_info(entry), entry.pin.node) for entry in registry.pins()]
+    return CacheView(
+        stats=_stats(engine),
+        blocks=inspector.blocks(held).tobytes(),
+        nodes=inspector.nodes(held, call),
+        pins=tuple(PinView(info, node.key) for info, node in pins[-MAX_LISTED:]),
+        sequences=tuple(_describe(engine, entry) for entry in entries),
+        num_sequences=total,
+        hypotheses=tuple(entry.sequence.id for entry in entries if entry.is_hypothesis),
+    )
 
 
 def _stats(engine: "Engine") -> CacheStats:

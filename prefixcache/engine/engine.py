@@ -16,6 +16,7 @@ from prefixcache.engine.beam_runner import BeamRunner
 from prefixcache.engine.build import Progress, build_parts
 from prefixcache.engine.calls import answer
 from prefixcache.engine.forward import Forward, RowResult
+from prefixcache.engine.inspect import Inspector
 from prefixcache.engine.messages import (
     Abort,
     Command,
@@ -92,6 +93,8 @@ class Engine:
         self.counters = EngineCounters()
         self.observers = parts.scheduler.observers
         self.registry = Registry(parts.manager, clock)
+        self.inspector = Inspector(self)
+        self.observers.add(self.inspector)
         self._beams = BeamRunner(parts.scheduler, self.registry, parts.requests)
         self._clock = clock
         self._runner = parts.runner

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prefixcache.cache import BlockManager, BlockTable, Lease, Pin
+from prefixcache.engine.messages import PinInfo
 from prefixcache.engine.sequence import Sequence, SequenceGroup
 from prefixcache.errors import NotFound
 
@@ -22,19 +23,27 @@ class Entry:
     lease: Lease | None = None
     expires: float = 0.0
 
+    @property
+    def is_hypothesis(self) -> bool:
+        """Whether it is a beam of a search that still runs; nobody has a handle to it."""
+        return self.group.beam is not None and self.lease is None
+
 
 @dataclass(eq=False, slots=True)
 class PinEntry:
-    """One pin of a client."""
+    """One pin of a client; salt is None for one of the operator's, which no client can end."""
 
     id: str
-    salt: str
+    salt: str | None
     pin: Pin
     expires: float
 
 
 class Registry:
-    """Handles of clients. A handle of another salt is as good as none."""
+    """Handles of clients. A handle of another salt is as good as none.
+
+    Where a salt is asked for, None is the operator, who may name the handles of all.
+    """
 
     def __init__(self, manager: BlockManager, clock: Callable[[], float]) -> None:
         self._manager = manager
@@ -48,21 +57,22 @@ class Registry:
         """Enter a live sequence."""
         self._entries[sequence.id] = Entry(sequence, group)
 
-    def get(self, sequence_id: str, salt: str) -> Entry:
+    def get(self, sequence_id: str, salt: str | None) -> Entry:
         """The entry of a live or kept sequence. Raises NotFound."""
         entry = self._entries.get(sequence_id)
-        if entry is None or entry.sequence.salt != salt:
+        if entry is None or salt not in {None, entry.sequence.salt}:
             raise NotFound(
                 f"sequence {sequence_id!r} is not known: it was never started, was not kept at its "
                 "end, was released, or its lease has expired"
             )
         return entry
 
-    def entries(self, salt: str) -> Iterator[Entry]:
+    def entries(self, salt: str | None) -> Iterator[Entry]:
         """All entries of one salt."""
-        return (entry for entry in self._entries.values() if entry.sequence.salt == salt)
+        entries = self._entries.values()
+        return (entry for entry in entries if salt in {None, entry.sequence.salt})
 
-    def descendants(self, sequence_id: str, salt: str) -> list[Entry]:
+    def descendants(self, sequence_id: str, salt: str | None) -> list[Entry]:
         """A sequence and all that were forked from it, parents first. Raises NotFound."""
         children: dict[str, list[Entry]] = {}
         for entry in self.entries(salt):
@@ -100,20 +110,30 @@ class Registry:
 
     # ------------------------------------------------------------ pins
 
-    def pin(self, pin: Pin, salt: str, seconds: float) -> PinEntry:
+    def pins(self) -> list[PinEntry]:
+        """All pins."""
+        return list(self._pins.values())
+
+    def pin(self, pin: Pin, salt: str | None, seconds: float) -> PinEntry:
         """Enter a pin."""
         entry = PinEntry(secrets.token_hex(16), salt, pin, self._clock() + seconds)
         self._pins[entry.id] = entry
         heapq.heappush(self._deadlines, (entry.expires, entry.id))
         return entry
 
-    def unpin(self, pin_id: str, salt: str) -> PinEntry:
+    def unpin(self, pin_id: str, salt: str | None) -> PinEntry:
         """End a pin. Raises NotFound."""
         entry = self._pins.get(pin_id)
-        if entry is None or entry.salt != salt:
+        if entry is None or salt not in {None, entry.salt}:
             raise NotFound(f"pin {pin_id!r} is not known, or has expired")
         self._manager.unpin(entry.pin)
         return self._pins.pop(pin_id)
+
+    def pin_info(self, entry: PinEntry) -> PinInfo:
+        """A pin as its owner sees it."""
+        blocks = entry.pin.num_blocks
+        tokens = blocks * self._manager.block_size
+        return PinInfo(entry.id, tokens, blocks, self.seconds_left(entry.expires))
 
     # ------------------------------------------------------------ time
 
