@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prefixcache.cache import check_integrity
 from prefixcache.config import EngineConfig
 from prefixcache.engine.beam_runner import BeamRunner
 from prefixcache.engine.build import Progress, build_parts
 from prefixcache.engine.calls import answer
-from prefixcache.engine.forward import Forward, RowResult
+from prefixcache.engine.forward import Forward, RowResult, device_is_lost, is_out_of_memory
+from prefixcache.engine.injection import Injection
 from prefixcache.engine.inspect import Inspector
 from prefixcache.engine.messages import (
     Abort,
@@ -50,6 +52,7 @@ from prefixcache.params import BeamSearchParams, SamplingParams
 logger = logging.getLogger(__name__)
 
 Decoding = SamplingParams | BeamSearchParams
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -77,6 +80,7 @@ class Engine:
         *,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
+        injection: Injection | None = None,
     ) -> None:
         parts = build_parts(config, progress)
         self.config = config
@@ -97,6 +101,7 @@ class Engine:
         self.observers.add(self.inspector)
         self._beams = BeamRunner(parts.scheduler, self.registry, parts.requests)
         self._clock = clock
+        self._injection = injection or Injection()
         self._runner = parts.runner
         self._forward = Forward(parts.runner, parts.sampler)
         self._groups: dict[str, SequenceGroup] = {}
@@ -194,6 +199,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one step: schedule -> run -> sample -> publish. Returns all events since the last."""
         began = self._clock()
+        self._injection.before_step(self)
         self.registry.expire()
         step = self.scheduler.schedule()
         self._runner.copy_blocks(step.copies)
@@ -206,9 +212,9 @@ class Engine:
         for result in self._run(rows):
             if result.row.sequence.state is not State.FINISHED:  # a sibling failed the group
                 self.scheduler.advance(result.row)
-                self._apply(result)
+                self._guarded(result.row.group, self._apply, result)
         for search in dict.fromkeys(row.group for row in step.rows if row.group.beam):
-            self._advance_search(search)
+            self._guarded(search, self._advance_search, search)
         self.observers.stepped(len(rows), sum(row.count for row in rows), self._clock() - began)
         return self.take_events()
 
@@ -218,19 +224,35 @@ class Engine:
         return events + list(self.event_log.batches())
 
     def _run(self, rows: list[ScheduledRow]) -> list[RowResult]:
-        """Run rows together; where that fails, each group alone: only the faulty one ends."""
+        """Run rows together; where that fails, each group alone: only the faulty one ends.
+
+        Memory that was too little for all may be enough for each. Raises what no group is to blame
+        for: a device that is gone.
+        """
         if not rows:
             return []
+        groups = list(dict.fromkeys(row.group for row in rows))
         try:
+            self._injection.before_forward(rows)
             return self._forward.run(rows)
         except Exception as error:
-            groups = list(dict.fromkeys(row.group for row in rows))
+            if device_is_lost(error):
+                raise
             if len(groups) == 1:
                 logger.exception("request %s failed", groups[0].request_id)
-                self._fail(groups[0], Internal(f"the forward pass failed: {type(error).__name__}"))
+                self._fail(groups[0], _failure(error))
                 return []
-            results = [self._run([row for row in rows if row.group is g]) for g in groups]
-            return [result for part in results for result in part]
+        # Here, and not above: an error that is being handled holds all that its pass had allocated.
+        results = [self._run([row for row in rows if row.group is g]) for g in groups]
+        return [result for part in results for result in part]
+
+    def _guarded(self, group: SequenceGroup, work: Callable[[T], None], subject: T) -> None:
+        """Do what concerns one request alone; what is raised there ends that one alone."""
+        try:
+            work(subject)
+        except Exception as error:
+            logger.exception("request %s failed", group.request_id)
+            self._fail(group, Internal(f"its output cannot be made: {type(error).__name__}"))
 
     # ------------------------------------------------------------ results
 
@@ -446,3 +468,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Verify that no block is lost. Raises IntegrityError."""
         check_integrity(self.manager)
+
+
+def _failure(error: Exception) -> PrefixCacheError:
+    """What a request is told whose forward pass failed, run alone."""
+    if is_out_of_memory(error):
+        return ResourceExhausted("there is not enough memory to run this request, even alone")
+    return Internal(f"the forward pass failed: {type(error).__name__}")

@@ -92,6 +92,18 @@ class Forward:
         )
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a pass failed for want of memory: Python's, torch's on a GPU, or on the CPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def device_is_lost(error: Exception) -> bool:
+    """Whether the accelerator is in a state in which every pass of this process will fail."""
+    return isinstance(error, torch.AcceleratorError)
+
+
 def _draws_tokens(row: ScheduledRow) -> bool:
     return row.sequence.params.max_tokens != 0 and row.group.beam is None
 
