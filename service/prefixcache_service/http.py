@@ -1,25 +1,29 @@
-"""The HTTP side: liveness and metrics, on a port of its own.
+"""The HTTP side: liveness, metrics and the page, on a port of its own.
 
-Knows the engine only as a snapshot of its figures; `metrics` gives them their names.
+Knows the engine only as a snapshot of its figures; `metrics` gives them their names, `api` serves
+the page and what it shows and changes.
 """
 
 from collections.abc import Awaitable, Callable
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from prefixcache.engine.messages import CacheStats
 from prefixcache.errors import PrefixCacheError
+from prefixcache_service.api import Dashboard, refusals
+from prefixcache_service.guard import Guarded
 from prefixcache_service.metrics import render_metrics
 
 
 def make_app(
-    is_serving: Callable[[], bool], stats: Callable[[], Awaitable[CacheStats]]
+    is_serving: Callable[[], bool], stats: Callable[[], Awaitable[CacheStats]], dashboard: Dashboard
 ) -> Starlette:
-    """The application: /healthz answers 200 while the service is SERVING, else 503; /metrics."""
+    """The application: /healthz answers 200 while the service is SERVING, else 503; /metrics; /."""
 
     async def healthz(request: Request) -> Response:
         ok = is_serving()
@@ -32,4 +36,5 @@ def make_app(
             return PlainTextResponse(f"{error}\n", 503)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(routes=[Route("/healthz", healthz), Route("/metrics", metrics)])
+    routes = [Route("/healthz", healthz), Route("/metrics", metrics), dashboard.mount()]
+    return Starlette(routes=routes, middleware=[Middleware(Guarded)], exception_handlers=refusals())

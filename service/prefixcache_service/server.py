@@ -9,7 +9,7 @@ engine is warm, and out within the grace after SIGTERM. Knows nothing of single 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from prefixcache.errors import ConfigurationError, Unavailable
 from prefixcache_service import http, log
+from prefixcache_service.api import Access, Dashboard
 from prefixcache_service.calls import SERVICE, Calls
 from prefixcache_service.describe import describe
 from prefixcache_service.front import AsyncFront
@@ -52,7 +53,7 @@ class ServerConfig:
     """Where to listen, and how long running calls may take once the server is to stop.
 
     port, http_port: 0 takes any free one; http_port None means no HTTP side.
-    grace: seconds.
+    grace: seconds. access: what the page at / shows, and to whom.
     """
 
     host: str = DEFAULT_HOST
@@ -60,6 +61,7 @@ class ServerConfig:
     http_host: str = DEFAULT_HOST
     http_port: int | None = DEFAULT_HTTP_PORT
     grace: float = 10.0
+    access: Access = field(default_factory=Access)
 
 
 class Server:
@@ -74,7 +76,10 @@ class Server:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving = False
         self._grpc = grpc.aio.server(options=(*CHANNEL_OPTIONS, *_SERVER_OPTIONS))
-        self._web = WebServer(http.make_app(lambda: self._serving, self._servicer.stats))
+        self._dashboard = Dashboard(self._front.call, self._threads, config.access)
+        self._web = WebServer(
+            http.make_app(lambda: self._serving, self._servicer.stats, self._dashboard)
+        )
         self._engine_loop: EngineLoop | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.port = 0
@@ -102,7 +107,7 @@ class Server:
         await self._grpc.start()
 
     def _take_port(self, host: str, port: int) -> int:
-        listen(host, port, "--host and --port").close()  # gRPC itself would not say what is wrong
+        listen(host, port, "--host", "--port").close()  # gRPC itself would not say what is wrong
         try:
             return self._grpc.add_insecure_port(address(host, port))
         except RuntimeError as error:
@@ -121,6 +126,7 @@ class Server:
         self._engine_loop = EngineLoop(engine, self._front.deliver)
         self._engine_loop.start()
         self._front.connect(self._engine_loop)
+        self._dashboard.serve(served)
         self._calls.open()
         await self._set_health(serving=True)
         self._watcher = asyncio.create_task(self._watch_engine(self._engine_loop))
@@ -140,6 +146,7 @@ class Server:
             await self._calls.wait_idle(CLOSING_SECONDS)
         if self._watcher is not None:
             self._watcher.cancel()
+        self._dashboard.stop()
         await asyncio.gather(
             self._grpc.stop(CLOSING_SECONDS), self._web.close(), self._stop_engine()
         )

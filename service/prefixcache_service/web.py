@@ -20,7 +20,7 @@ class WebServer:
 
     async def open(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigurationError where it cannot be had."""
-        listener = listen(host, port, "--http-host and --http-port")
+        listener = listen(host, port, "--http-host", "--http-port")
         config = uvicorn.Config(
             self._app,
             lifespan="off",

@@ -92,8 +92,17 @@ MaxQueue = Annotated[int, flag("Requests that may wait; more are refused.")]
 Wait = Annotated[bool, flag("Wait for prompt blocks that another request computes.")]
 Host = Annotated[str, flag("Address for gRPC.")]
 Port = Annotated[int, flag("Port for gRPC; 0 takes a free one.", min=0, max=65535)]
-Http = Annotated[bool, flag("Serve /healthz and /metrics.")]
-HttpHost = Annotated[str, flag("Address for HTTP.")]
+Http = Annotated[bool, flag("Serve the page, /metrics and /healthz.")]
+HttpHost = Annotated[str, flag("Address for HTTP; by default only this machine can reach it.")]
+HttpNames = Annotated[
+    list[str] | None,
+    flag(
+        "Another name under which browsers may ask for the page; repeatable.",
+        "--http-allowed-host",
+        metavar="NAME",
+    ),
+]
+ShowPrompts = Annotated[bool, flag("Show the text of cached prompts on the page.")]
 HttpPort = Annotated[int, flag("Port for HTTP; 0 takes a free one.", min=0, max=65535)]
 Grace = Annotated[float, flag("Seconds that running calls have to end after SIGTERM.", min=0)]
 LogLevel = Annotated[
@@ -129,6 +138,8 @@ def serve(  # noqa: PLR0917 (each is a flag)
     http: Http = True,
     http_host: HttpHost = DEFAULT_HOST,
     http_port: HttpPort = DEFAULT_HTTP_PORT,
+    http_allowed_host: HttpNames = None,
+    show_prompts: ShowPrompts = False,
     grace: Grace = 10.0,
     log_level: LogLevel = "info",
     config: ConfigFile = None,
@@ -141,12 +152,14 @@ def serve(  # noqa: PLR0917 (each is a flag)
       PREFIXCACHE_PORT=50100 prefixcache serve --config server.toml
     """
     from prefixcache_service import log  # noqa: PLC0415
+    from prefixcache_service.api import Access  # noqa: PLC0415
     from prefixcache_service.server import ServerConfig  # noqa: PLC0415 (clients need no server)
 
     engine_fields = EngineConfig.__dataclass_fields__
     engine = {name: value for name, value in context.params.items() if name in engine_fields}
     log.configure(log_level)
-    where = ServerConfig(host, port, http_host, http_port if http else None, grace)
+    access = Access(show_prompts, tuple(name.lower() for name in http_allowed_host or ()))
+    where = ServerConfig(host, port, http_host, http_port if http else None, grace, access)
     _exit_at_once(
         asyncio.new_event_loop().run_until_complete(_serve(where, EngineConfig(**engine)))
     )

@@ -1,0 +1,83 @@
+/** The past as the charts need it: counters in, rates by equal spans of time out. */
+
+const LONGEST = 900;
+const SPANS = [2, 5, 10, 15];
+const MOST_BINS = 60;
+
+/** Samples of counters, oldest first. The server keeps some from before the page was opened. */
+export class Series {
+  constructor() {
+    this.rows = [];
+    this.columns = [];
+  }
+
+  /** Take the server's samples over. */
+  load({ columns, rows }) {
+    this.columns = columns;
+    this.rows = rows;
+  }
+
+  /** Add the figures of a snapshot. */
+  add(snapshot) {
+    const last = this.rows.at(-1);
+    if (last && snapshot.time <= last[0]) return;
+    this.rows.push(this.columns.map((name) => (name === "time" ? snapshot.time : snapshot.stats[name])));
+    const first = this.rows.findIndex((row) => row[0] > snapshot.time - LONGEST);
+    if (first > 0) this.rows.splice(0, first);
+  }
+
+  /**
+   * Equal spans up to now: {from, to, step, bins: [{time, cached, computed, forked}]}, the last three
+   * in tokens. A counter that fell belongs to a server started anew: that span is left empty.
+   */
+  bins() {
+    const to = this.rows.at(-1)?.[0] ?? Date.now() / 1000;
+    const age = this.rows.length ? to - this.rows[0][0] : 0;
+    const length = Math.min(LONGEST, Math.max(120, age));
+    const step = SPANS.find((span) => length / span <= MOST_BINS) ?? SPANS.at(-1);
+    const from = (Math.floor(to / step) + 1) * step - Math.ceil(length / step) * step;
+    const bins = Array.from({ length: Math.ceil(length / step) }, (_, i) => ({
+      time: from + i * step, cached: 0, computed: 0, forked: 0,
+    }));
+    const at = Object.fromEntries(this.columns.map((name, i) => [name, i]));
+    for (let i = 1; i < this.rows.length; i += 1) {
+      const bin = bins[Math.floor((this.rows[i][0] - from) / step)];
+      if (!bin) continue;
+      for (const name of ["cached", "computed", "forked"]) {
+        const column = at[`${name}_tokens`];
+        bin[name] += Math.max(0, this.rows[i][column] - this.rows[i - 1][column]);
+      }
+    }
+    return { from, to: from + bins.length * step, step, bins };
+  }
+}
+
+/** Cached of looked-up tokens; null where none was looked up. */
+export function hitRate({ cached, computed }) {
+  return cached + computed ? cached / (cached + computed) : null;
+}
+
+/** The sums of several bins. */
+export function sum(bins) {
+  const total = { cached: 0, computed: 0, forked: 0 };
+  for (const bin of bins) for (const name in total) total[name] += bin[name];
+  return total;
+}
+
+/**
+ * The value below which a share of a histogram lies, by interpolation in its bucket; null without
+ * values. counts: one a bound, up to and including it, and one for all above the last.
+ */
+export function quantile({ bounds, counts }, share) {
+  const total = counts.reduce((a, b) => a + b, 0);
+  let left = share * total;
+  if (!total) return null;
+  for (let i = 0; i < bounds.length; i += 1) {
+    if (left <= counts[i] && counts[i]) {
+      const low = i ? bounds[i - 1] : 0;
+      return low + (bounds[i] - low) * (left / counts[i]);
+    }
+    left -= counts[i];
+  }
+  return bounds.at(-1);
+}
