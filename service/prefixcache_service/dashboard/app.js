@@ -28,14 +28,13 @@ const rates = new TimeChart(byId("chart-rate"), {
 const sources = new TimeChart(byId("chart-source"), {
   kind: "stack",
   series: ["cached", "forked", "computed"].map((name) => ({
-    name: name[0].toUpperCase() + name.slice(1), colour: name, value: (bin) => bin[name] / step,
+    name: name[0].toUpperCase() + name.slice(1), colour: name, value: (bin) => bin[name] / bin.seconds,
   })),
   format: (v) => (v > 0 && v < 10 ? v.toFixed(1) : compact(v)),
   top: roundUp,
   none: "No request was admitted in the last minutes",
 });
 
-let step = 1; // seconds of a bin
 let paused = false;
 let timer = 0;
 let failures = 0;
@@ -45,10 +44,9 @@ function show(snapshot) {
   const { stats, model } = snapshot;
   series.add(snapshot);
   const data = series.bins();
-  step = data.step;
   say(byId("model"), `${model.name} · version ${model.version}`);
   byId("empty").hidden = stats.prompt_tokens > 0;
-  keyFigures(stats, data.bins);
+  keyFigures(stats, data);
   rates.update(data);
   sources.update(data);
   misses(stats);

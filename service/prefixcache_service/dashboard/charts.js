@@ -201,7 +201,7 @@ function times(x, { from, to, step, bins }) {
   const labels = [];
   for (let ago = 0; ago <= length - every / 2; ago += every) {
     const at = x(bins.length - ago / step);
-    const text = ago === 0 ? "now" : ago % 60 ? `−${ago} s` : `−${ago / 60} min`;
+    const text = ago === 0 ? "now" : every < 60 ? `−${ago} s` : `−${ago / 60} min`;
     labels.push(svg("text", { x: at, y: HEIGHT - 4, "text-anchor": ago ? "middle" : "end" }, text));
   }
   return labels;

@@ -14,10 +14,10 @@ const CAUSES = {
 const BANDS = { 0: "0 %", "0-50": "up to 50 %", "50-90": "50–90 %", "90-100": "over 90 %" };
 
 /** The four cards on top. */
-export function keyFigures(stats, bins) {
-  const recent = hitRate(sum(bins));
+export function keyFigures(stats, { bins, to }) {
+  const recent = hitRate(sum(bins.filter((bin) => bin.time >= to - 60)));
   say(byId("hit-rate"), percent(stats.hit_rate));
-  say(byId("hit-rate-sub"), recent === null ? "no lookup in the last minutes" : `${percent(recent)} in the last minutes`);
+  say(byId("hit-rate-sub"), recent === null ? "no lookup in the last minute" : `${percent(recent)} in the last minute`);
   say(byId("saved"), compact(stats.cached_tokens + stats.forked_tokens));
   say(byId("saved-sub"), `${compact(stats.cached_tokens)} cached + ${compact(stats.forked_tokens)} forked, of ${compact(stats.prompt_tokens)}`);
   const used = stats.blocks_in_use / stats.blocks_total;
@@ -76,12 +76,13 @@ function bars(parent, rows, none, told, lengths) {
   if (!list.firstElementChild) list.replaceChildren();
   sync(
     list, rows, (row) => row.key,
-    () => el("div", {}, el("div", { class: "name" }, el("span", {}), el("b", {})), el("div", { class: "meter" }), el("div", { class: "hint" })),
+    () => el("div", {}, el("div", { class: "name" }, el("span", {}, el("span"), " ", el("small")), el("b")), el("div", { class: "meter" })),
     (node, row) => {
       const [name, value, hint] = told(row);
-      say(node.children[0].children[0], name);
-      say(node.children[0].children[1], value);
-      say(node.children[2], hint);
+      const [words, number] = node.children[0].children;
+      say(words.children[0], name);
+      say(words.children[1], hint);
+      say(number, value);
       sync(
         node.children[1], lengths(row), ([colour]) => colour,
         ([colour]) => el("span", { style: { background: `var(--${colour})` } }),

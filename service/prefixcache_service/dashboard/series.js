@@ -27,8 +27,8 @@ export class Series {
   }
 
   /**
-   * Equal spans up to now: {from, to, step, bins: [{time, cached, computed, forked}]}, the last three
-   * in tokens. A counter that fell belongs to a server started anew: that span is left empty.
+   * Equal spans up to now: {from, to, step, bins: [{time, seconds, cached, computed, forked}]}, the last
+   * three in tokens; seconds: how much of the last span has passed. A counter that fell belongs to a server started anew: that span is left empty.
    */
   bins() {
     const to = this.rows.at(-1)?.[0] ?? Date.now() / 1000;
@@ -37,7 +37,7 @@ export class Series {
     const step = SPANS.find((span) => length / span <= MOST_BINS) ?? SPANS.at(-1);
     const from = (Math.floor(to / step) + 1) * step - Math.ceil(length / step) * step;
     const bins = Array.from({ length: Math.ceil(length / step) }, (_, i) => ({
-      time: from + i * step, cached: 0, computed: 0, forked: 0,
+      time: from + i * step, seconds: Math.max(1, Math.min(step, to - from - i * step)), cached: 0, computed: 0, forked: 0,
     }));
     const at = Object.fromEntries(this.columns.map((name, i) => [name, i]));
     for (let i = 1; i < this.rows.length; i += 1) {
