@@ -33,6 +33,8 @@ class EngineConfig:
     attention_backend: kernels: "auto" (the fastest that works here), "triton", "cpu" or "torch".
     batch_invariant: on CUDA, linear layers whose rows do not depend on the batch, so that results
         are the same bits however they are served; slower. On the CPU that is always so.
+    enforce_eager: launch every step kernel by kernel; else decode steps are replayed from graphs
+        that are captured at start, where the kernels allow it (Triton's).
     num_threads: CPU threads of the model; None leaves it to torch.
     """
 
@@ -56,6 +58,7 @@ class EngineConfig:
     max_keep_seconds: float = 3600.0
     attention_backend: str = "auto"
     batch_invariant: bool = False
+    enforce_eager: bool = False
     num_threads: int | None = None
 
     def __post_init__(self) -> None:

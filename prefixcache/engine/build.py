@@ -20,6 +20,7 @@ from prefixcache.engine.scheduler import Scheduler
 from prefixcache.engine.sizing import DEFAULT_CPU_SHARE, cpu_memory_left, max_model_len, pool_blocks
 from prefixcache.errors import ConfigurationError
 from prefixcache.model.config import ModelConfig
+from prefixcache.model.decode_graph import DecodeGraphs
 from prefixcache.model.decoder import Decoder
 from prefixcache.model.kv_cache import KVCache
 from prefixcache.model.loader import load_checkpoint
@@ -76,6 +77,8 @@ def build_parts(config: EngineConfig, progress: Progress | None) -> Parts:
     per_block = KVCache.bytes_per_block(model, config.block_size, dtype)
     num_blocks = pool_blocks(config, per_block, _available_bytes(config, decoder, device))
     length = max_model_len(config, model.max_position, num_blocks, per_block)
+    kv_cache = KVCache(model, num_blocks, config.block_size, dtype, device, kernels=decoder.kernels)
+    graphs = _capture(config, decoder, kv_cache, length, report)
     report("check same bits", 0, 1)
     same_bits = _same_bits(decoder, dtype)
     manager = _manager(config, num_blocks, length)
@@ -94,12 +97,12 @@ def build_parts(config: EngineConfig, progress: Progress | None) -> Parts:
             token_budget=config.max_num_batched_tokens,
             wait_for_inflight=config.wait_for_inflight,
         ),
-        runner=ModelRunner(
-            decoder,
-            KVCache(model, num_blocks, config.block_size, dtype, device, kernels=decoder.kernels),
-            config.block_size,
+        runner=ModelRunner(decoder, kv_cache, config.block_size, graphs),
+        sampler=Sampler(
+            model.vocab_size,
+            checkpoint.tokenizer.vocab_size,
+            batched=decoder.kernels.name == "triton",  # in its interpreter too, to be tested there
         ),
-        sampler=Sampler(model.vocab_size, checkpoint.tokenizer.vocab_size),
         requests=RequestBuilder(
             config,
             checkpoint.tokenizer,
@@ -109,6 +112,25 @@ def build_parts(config: EngineConfig, progress: Progress | None) -> Parts:
             max_model_len=length,
         ),
         event_log=event_log,
+    )
+
+
+def _decodes_by_graph(config: EngineConfig, decoder: Decoder) -> bool:
+    return decoder.kernels.name == "triton" and not config.enforce_eager
+
+
+def _capture(
+    config: EngineConfig, decoder: Decoder, kv_cache: KVCache, longest: int, report: Progress
+) -> DecodeGraphs | None:
+    """The graphs of decode steps, where the kernels can be captured."""
+    if not _decodes_by_graph(config, decoder):
+        return None
+    return DecodeGraphs(
+        decoder,
+        kv_cache,
+        max_rows=config.max_num_seqs,
+        max_tokens=longest,
+        progress=lambda done, total: report("capture graphs", done, total),
     )
 
 
@@ -148,10 +170,17 @@ def _device_and_dtype(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
 
 
 def _available_bytes(config: EngineConfig, decoder: Decoder, device: torch.device) -> int:
-    """Memory for the pool, measured once the weights are in place."""
+    """Memory for the pool, measured once the weights are in place; what graphs take is left out."""
     if device.type == "cpu":
         return int(cpu_memory_left() * DEFAULT_CPU_SHARE)
     total = torch.cuda.mem_get_info(device)[1]
     check_batch_invariance(decoder, dtype=_device_and_dtype(config)[1])  # a step at its peak
     peak = torch.cuda.max_memory_allocated(device)
+    if _decodes_by_graph(config, decoder):
+        peak += DecodeGraphs.bytes_needed(
+            decoder,
+            max_rows=config.max_num_seqs,
+            max_tokens=decoder.max_model_len,
+            block_size=config.block_size,
+        )
     return int(total * config.gpu_memory_utilization) - peak

@@ -7,6 +7,7 @@ back once. Each operation is elementwise, or exact in any order, along one row.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from prefixcache.engine.distribution import (
@@ -17,6 +18,7 @@ from prefixcache.engine.distribution import (
     min_p_weight,
 )
 from prefixcache.params import SamplingParams
+from prefixcache_kernels.transfer import upload
 
 
 def sample(
@@ -33,11 +35,11 @@ def sample(
         return greedy(logits).index_select(0, owners)
     # A greedy row among sampled ones takes part with temperature 1, and its draw is dropped.
     temperatures = [1.0 if p.greedy else p.temperature for p in params]
-    divisors = torch.tensor(temperatures, device=logits.device).unsqueeze(-1)  # [G, 1]
+    divisors = upload(np.array(temperatures, np.float32), logits.device).unsqueeze(-1)  # [G, 1]
     drawn = draw(keep(weigh(logits, divisors), params), owners, uniforms)
     if not any(p.greedy for p in params):
         return drawn
-    is_greedy = torch.tensor([p.greedy for p in params], device=logits.device)
+    is_greedy = upload(np.array([p.greedy for p in params]), logits.device)
     best = greedy(logits).index_select(0, owners)
     return torch.where(is_greedy.index_select(0, owners), best, drawn)
 
@@ -59,9 +61,10 @@ def keep(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tenso
         return weights
     device = weights.device
     limits = [p.top_k if 0 < p.top_k < size else size for p in params]
-    limit = torch.tensor(limits, device=device).unsqueeze(-1)  # [G, 1]
-    least = torch.tensor([max(1, min_p_weight(p.min_p)) for p in params], device=device)
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+    limit = upload(np.array(limits, np.int64), device).unsqueeze(-1)  # [G, 1]
+    weight = [max(1, min_p_weight(p.min_p)) for p in params]
+    least = upload(np.array(weight, np.int64), device)
+    top_p = upload(np.array([p.top_p for p in params], np.float64), device)
 
     ids = torch.arange(size, device=device)
     keys = (weights << ID_BITS) | (ID_MASK - ids)  # [G, V]: weight, then lower id; all distinct

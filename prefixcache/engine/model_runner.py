@@ -1,6 +1,7 @@
 """From scheduled rows to logits: builds the arrays of a step and runs the decoder on them.
 
-Owns the KV tensors. Never decides what runs; never keeps anything of a step.
+Owns the KV tensors. Never decides what runs; never keeps anything of a step. Steps that only decode
+are replayed from graphs where there are some; those with a prompt in them are launched.
 """
 
 from collections.abc import Sequence as Seq
@@ -12,6 +13,7 @@ import torch
 from prefixcache.cache import BlockCopy
 from prefixcache.engine.scheduler import ScheduledRow
 from prefixcache.model.attention import StepInput
+from prefixcache.model.decode_graph import DecodeGraphs
 from prefixcache.model.decoder import Decoder
 from prefixcache.model.kv_cache import KVCache
 
@@ -35,10 +37,18 @@ class RowLogits:
 class ModelRunner:
     """Runs forward passes over one KV cache."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, block_size: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_cache: KVCache,
+        block_size: int,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """graphs: captured over this decoder and cache; None launches every step."""
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._block_size = block_size
+        self._graphs = graphs
 
     def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
         """Make the copies of a step; must come before its forward pass."""
@@ -48,11 +58,14 @@ class ModelRunner:
     def run(self, rows: Seq[ScheduledRow]) -> tuple[torch.Tensor, list[RowLogits]]:
         """One forward pass. Returns logits float32 [R, vocab_size], and each row's place in them.
 
-        Running the same rows again gives the same: it writes the same KV to the same slots.
+        Logits are valid until the next pass. Running the same rows again gives the same: it writes
+        the same KV to the same slots.
         """
         wanted = [_positions_with_logits(row) for row in rows]
-        with torch.inference_mode():
-            logits = self._decoder.forward(self._step_input(rows, wanted), self._kv_cache)
+        step = self._step_input(rows, wanted)
+        logits = None if self._graphs is None else self._graphs.run(step)
+        if logits is None:
+            logits = self._decoder.forward(step, self._kv_cache)
         firsts = np.cumsum([0, *map(len, wanted)])
         places = [RowLogits(int(first), w) for first, w in zip(firsts, wanted, strict=False)]
         return logits, places

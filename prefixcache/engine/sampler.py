@@ -5,10 +5,16 @@ the model: of the logits as they came, over all their columns.
 
 Keeps no random state and touches no global one: a draw is a function of the row's logits, its
 parameters, its stream key and the token's position, and of nothing else (design.md §5.2).
+
+Logits in host memory are worked on row by row (`distribution`), those on an accelerator all at once
+there (`distribution_torch`): the host prepares the draws while the forward pass still runs, and
+waits once, for tokens and logprobs in one copy. Only penalties and logit_bias, which are edited on
+the host, wait for the logits before.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +33,7 @@ from prefixcache.engine.messages import TokenLogprobs
 from prefixcache.engine.penalties import SamplerState, edit_logits
 from prefixcache.engine.philox import uniform
 from prefixcache.params import SamplingParams
+from prefixcache_kernels.transfer import read_back, upload
 
 __all__ = ["NO_TOKEN", "SampleRow", "Sampled", "Sampler", "SamplerState"]
 
@@ -55,6 +62,11 @@ class SampleRow:
         """Tokens that must not come out now."""
         return self.stop_ids if self.num_generated < self.params.min_tokens else frozenset()
 
+    @property
+    def edited(self) -> bool:
+        """True where the logits are not taken as they are."""
+        return self.state is not None or bool(self.params.logit_bias) or bool(self.banned)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -76,23 +88,21 @@ class _Group:
     row: SampleRow
     draws: list[int] = field(default_factory=list)
 
-    @property
-    def edited(self) -> bool:
-        """True where the logits are not taken as they are."""
-        row = self.row
-        return row.state is not None or bool(row.params.logit_bias) or bool(row.banned)
-
 
 class Sampler:
     """Draws tokens for the rows of a step. One owner, one thread: it holds scratch memory.
 
     vocab_size: columns of the logits. tokenizer_vocab_size: ids from there on do not exist for
-    the tokenizer; they are never sampled nor listed as top tokens (SM-16).
+    the tokenizer; they are never sampled nor listed as top tokens (SM-16). batched: work on all
+    rows at once with torch's operations; on the CPU that is slower, and for tests.
     """
 
-    def __init__(self, vocab_size: int, tokenizer_vocab_size: int) -> None:
+    def __init__(
+        self, vocab_size: int, tokenizer_vocab_size: int, *, batched: bool = False
+    ) -> None:
         self._num_ids = min(vocab_size, tokenizer_vocab_size)
         self._host = RowDistribution(vocab_size)
+        self._batched = batched
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """Draw one token a row.
@@ -102,16 +112,17 @@ class Sampler:
         if not rows:
             return Sampled([], [])
         groups = _grouped(rows)
-        distributions = self._distributions(logits, groups)
         uniforms = uniform(
             np.array([row.stream_key for row in rows], np.uint64),
             np.array([row.position for row in rows], np.int64),
         )
-        if logits.device.type == "cpu":
-            token_ids = self._draw_on_host(distributions, groups, uniforms)
-        else:
-            token_ids = _draw_on_device(distributions, groups, uniforms)
+        if not self._on_host(logits):
+            return self._sample_batched(logits, rows, groups, uniforms)
+        token_ids = self._draw_on_host(self._distributions(logits, groups), groups, uniforms)
         return Sampled(token_ids, self._logprobs_of(logits, rows, token_ids))
+
+    def _on_host(self, logits: torch.Tensor) -> bool:
+        return logits.device.type == "cpu" and not self._batched
 
     def logprobs(
         self, logits: torch.Tensor, row: int, token_id: int | None, top_k: int
@@ -127,9 +138,11 @@ class Sampler:
     ) -> list[TokenLogprobs]:
         """The same for token_ids[r] behind each row of float32 logits [R, vocab_size]."""
         wanted = [(row, token, top_k) for row, token in enumerate(token_ids)]
-        if logits.device.type == "cpu":
+        if self._on_host(logits):
             return self._logprobs_on_host(logits, wanted)
-        return self._logprobs_on_device(logits, wanted)
+        given = np.array([NO_TOKEN if token is None else token for token in token_ids], np.int64)
+        found = self._rank(logits, upload(given, logits.device), top_k)
+        return _unpack(read_back(found), [top_k] * len(given))
 
     def best_continuations(
         self, logits: torch.Tensor, rows: Sequence[SampleRow], count: int
@@ -138,44 +151,41 @@ class Sampler:
 
         Penalties, bias and bans act on the log-probabilities, as in Hugging Face's `generate`.
         """
-        scores = _copy_rows(logits, [row.logits_row for row in rows]).cpu()  # [N, V]
+        if not self._on_host(logits) and not any(row.edited for row in rows):
+            best = upload(np.full(len(rows), NO_TOKEN), logits.device)
+            ids, values, norms = read_back(self._rank(_copy_rows(logits, rows), best, count))
+            exact = values.astype(np.float64) - norms[:, None]
+            return [(exact[i, 1:].astype(np.float32), ids[i, 1:]) for i in range(len(rows))]
+        scores = _copy_rows(logits, rows).cpu()  # [N, V]
         for values in scores.numpy():
             np.subtract(values, self._host.log_normalizer(values), out=values)
-        edit_logits(
-            scores,
-            [row.params for row in rows],
-            [row.state for row in rows],
-            [row.banned for row in rows],
-        )
+        _edited(scores, rows)
         allowed = scores.numpy()[:, : self._num_ids]
         tops = [top_ids(values, count) for values in allowed]
         return [(values[top], top) for values, top in zip(allowed, tops, strict=True)]
 
     # ------------------------------------------------------------------ drawing
 
-    def _distributions(self, logits: torch.Tensor, groups: Sequence[_Group]) -> list[torch.Tensor]:
+    def _distributions(
+        self, logits: torch.Tensor, groups: Sequence[_Group]
+    ) -> list[npt.NDArray[np.float32]]:
         """Each group's logits, edited where it must be: float32 [num_ids], one a group."""
-        edited = [group.row for group in groups if group.edited]
-        if edited:
-            copies = _copy_rows(logits, [row.logits_row for row in edited])  # [E, V]
-            edit_logits(
-                copies,
-                [row.params for row in edited],
-                [row.state for row in edited],
-                [row.banned for row in edited],
-            )
-        take = iter(range(len(edited)))
+        matrix = logits.numpy()
+        edited = [group.row for group in groups if group.row.edited]
+        copies = iter(_edited(_copy_rows(logits, edited), edited).numpy() if edited else ())
         return [
-            (copies[next(take)] if group.edited else logits[group.row.logits_row])[: self._num_ids]
+            (next(copies) if group.row.edited else matrix[group.row.logits_row])[: self._num_ids]
             for group in groups
         ]
 
     def _draw_on_host(
-        self, distributions: list[torch.Tensor], groups: list[_Group], uniforms: Float64Array
+        self,
+        distributions: list[npt.NDArray[np.float32]],
+        groups: list[_Group],
+        uniforms: Float64Array,
     ) -> list[int]:
         token_ids = [NO_TOKEN] * len(uniforms)
-        for tensor, group in zip(distributions, groups, strict=True):
-            values = tensor.numpy()
+        for values, group in zip(distributions, groups, strict=True):
             if group.row.params.greedy:
                 drawn = [greedy(values)] * len(group.draws)
             else:
@@ -183,6 +193,43 @@ class Sampler:
             for draw, token in zip(group.draws, drawn, strict=True):
                 token_ids[draw] = token
         return token_ids
+
+    def _sample_batched(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SampleRow],
+        groups: list[_Group],
+        uniforms: Float64Array,
+    ) -> Sampled:
+        """All draws and their logprobs on the logits' device, read back in one copy."""
+        device = logits.device
+        values = logits
+        representatives = [group.row for group in groups]
+        if any(row.edited for row in representatives):
+            values = _edited(_copy_rows(logits, representatives), representatives)
+        elif [row.logits_row for row in representatives] != list(range(len(logits))):
+            values = _copy_rows(logits, representatives)
+        owners = np.empty(len(uniforms), np.int64)
+        for number, group in enumerate(groups):
+            owners[group.draws] = number
+        tokens = device_twin.sample(
+            values[:, : self._num_ids],
+            [row.params for row in representatives],
+            upload(owners, device),
+            upload(uniforms, device),
+        )
+        asked = [draw for draw, row in enumerate(rows) if row.params.logprobs is not None]
+        if not asked:
+            return Sampled(read_back([tokens])[0].tolist(), [None] * len(rows))
+        most = [rows[draw].params.logprobs or 0 for draw in asked]
+        drawn = tokens.index_select(0, upload(np.array(asked, np.int64), device))
+        ranked = self._rank(_copy_rows(logits, [rows[draw] for draw in asked]), drawn, max(most))
+        token_ids, *found = read_back([tokens, *ranked])
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        for draw, entry in zip(asked, _unpack(found, most), strict=True):
+            if token_ids[draw] != NO_TOKEN:
+                logprobs[draw] = entry
+        return Sampled(token_ids.tolist(), logprobs)
 
     # ------------------------------------------------------------------ logprobs
 
@@ -199,9 +246,7 @@ class Sampler:
             (rows[draw].logits_row, token_ids[draw], rows[draw].params.logprobs or 0)
             for draw in asked
         ]
-        on_host = logits.device.type == "cpu"
-        compute = self._logprobs_on_host if on_host else self._logprobs_on_device
-        for draw, logprobs in zip(asked, compute(logits, wanted), strict=True):
+        for draw, logprobs in zip(asked, self._logprobs_on_host(logits, wanted), strict=True):
             found[draw] = logprobs
         return found
 
@@ -225,24 +270,18 @@ class Sampler:
             found.append(_pack(ids.tolist(), _logprobs(values[ids], normalizers[row])))
         return found
 
-    def _logprobs_on_device(
-        self, logits: torch.Tensor, wanted: Sequence[tuple[int, int | None, int]]
-    ) -> list[TokenLogprobs]:
-        if not wanted:
-            return []
-        values = _copy_rows(logits, [w[0] for w in wanted])  # [W, V]
-        most = min(max(1, *(w[2] for w in wanted)), self._num_ids)
-        _, top = device_twin.top_logits(values[:, : self._num_ids], most)  # [W, most]
-        chosen = torch.tensor([-1 if w[1] is None else w[1] for w in wanted], device=values.device)
-        chosen = torch.where(chosen < 0, top[:, 0], chosen)
-        ids = torch.cat([chosen.unsqueeze(-1), top], dim=-1)  # [W, 1 + most]
-        host_ids = ids.cpu().numpy()
-        host_values = values.gather(-1, ids).cpu().numpy()
-        normalizers = device_twin.log_normalizer(values).tolist()
-        return [
-            _pack(host_ids[i, : w[2] + 1].tolist(), _logprobs(host_values[i, : w[2] + 1], norm))
-            for i, (w, norm) in enumerate(zip(wanted, normalizers, strict=True))
-        ]
+    def _rank(
+        self, logits: torch.Tensor, tokens: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each row: ids [R, 1 + count], the given one first, then the best; logits; normaliser.
+
+        logits: float32 [R, V]. tokens: int64 [R]; NO_TOKEN stands for the best one.
+        """
+        best = min(max(count, 1), self._num_ids)
+        _, top = device_twin.top_logits(logits[:, : self._num_ids], best)  # [R, best]
+        first = torch.where(tokens < 0, top[:, 0], tokens)
+        ids = torch.cat([first.unsqueeze(-1), top], dim=-1)
+        return ids, logits.gather(-1, ids), device_twin.log_normalizer(logits)
 
 
 def _grouped(rows: Sequence[SampleRow]) -> list[_Group]:
@@ -255,26 +294,23 @@ def _grouped(rows: Sequence[SampleRow]) -> list[_Group]:
     return list(groups.values())
 
 
-def _draw_on_device(
-    distributions: list[torch.Tensor], groups: list[_Group], uniforms: Float64Array
-) -> list[int]:
-    owners = np.empty(len(uniforms), np.int64)
-    for number, group in enumerate(groups):
-        owners[group.draws] = number
-    device = distributions[0].device
-    token_ids: list[int] = device_twin.sample(
-        torch.stack(distributions),
-        [group.row.params for group in groups],
-        torch.from_numpy(owners).to(device),
-        torch.from_numpy(uniforms).to(device),
-    ).tolist()
-    return token_ids
-
-
-def _copy_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+def _copy_rows(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """The logits behind each draw, float32 [len(rows), V]."""
+    wanted = np.array([row.logits_row for row in rows], np.int64)
     if logits.device.type == "cpu":  # by one thread: quicker for a few rows than waking a team
-        return torch.from_numpy(logits.numpy()[rows])
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+        return torch.from_numpy(logits.numpy()[wanted])
+    return logits.index_select(0, upload(wanted, logits.device))
+
+
+def _edited(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """The same matrix, edited in place as each row's draw wants it."""
+    edit_logits(
+        logits,
+        [row.params for row in rows],
+        [row.state for row in rows],
+        [row.banned for row in rows],
+    )
+    return logits
 
 
 def _first(ids: Int64Array) -> int:
@@ -292,3 +328,12 @@ def _logprobs(values: npt.NDArray[np.float32], normalizer: float) -> list[float]
 def _pack(ids: list[int], logprobs: list[float]) -> TokenLogprobs:
     """The first entry is the token itself, the rest are the best ones."""
     return TokenLogprobs(ids[0], logprobs[0], tuple(zip(ids[1:], logprobs[1:], strict=True)))
+
+
+def _unpack(found: Sequence[npt.NDArray[Any]], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """What `_rank` found, read back; counts: how many of the best ones each row wants."""
+    ids, values, normalizers = found
+    return [
+        _pack(ids[i, : count + 1].tolist(), _logprobs(values[i, : count + 1], normalizers[i]))
+        for i, count in enumerate(counts)
+    ]

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache.engine import distribution, distribution_torch
-from prefixcache.engine import sampler as sampler_module
 from prefixcache.engine.distribution import RowDistribution
 from prefixcache.engine.penalties import edit_logits
 from prefixcache.engine.philox import derive_key, root_key, uniform
@@ -492,10 +491,11 @@ def test_rows_that_ask_for_no_logprobs_get_none():
     assert second.top == ()
 
 
-def test_logprobs_of_given_tokens_in_a_batch_equal_one_by_one():
+@pytest.mark.parametrize("batched", [False, True])
+def test_logprobs_of_given_tokens_in_a_batch_equal_one_by_one(batched):
     """Prompt logprobs, Score, and the next token's distribution where max_tokens is 0."""
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(6))
-    sampler = Sampler(300, 300)
+    sampler = Sampler(300, 300, batched=batched)
     batch = sampler.logprobs_batch(logits, [3, None, 299, 0, None], 4)
     assert batch == [
         sampler.logprobs(logits, row, token, 4) for row, token in enumerate([3, None, 299, 0, None])
@@ -579,19 +579,15 @@ def test_both_paths_rank_tokens_alike(logits, count):
     assert values[0].tolist() == row[ids[0].numpy()].tolist()
 
 
-def test_the_accelerator_path_serves_a_mixed_batch(monkeypatch):
+def test_the_accelerator_path_serves_a_mixed_batch():
     """Same tokens and logprobs as the host path, but for the last bits of exp."""
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(13, 1000, generator=generator) * 3
     logits[12, 4] = np.nan
     rows = [*_mixed_rows(12), SampleRow(12, SamplingParams(logprobs=1), 1, 1)]
     rows.append(SampleRow(0, rows[0].params, 77, 5))  # shares a distribution with row 0
-    sampler = Sampler(1000, 990)
-    expected = sampler.sample(logits, rows)
-
-    monkeypatch.setattr(sampler, "_draw_on_host", sampler_module._draw_on_device)
-    monkeypatch.setattr(sampler, "_logprobs_on_host", sampler._logprobs_on_device)
-    found = sampler.sample(logits, rows)
+    expected = Sampler(1000, 990).sample(logits, rows)
+    found = Sampler(1000, 990, batched=True).sample(logits, rows)
     assert found.token_ids == expected.token_ids
     assert found.token_ids[12] == NO_TOKEN
     for got, wanted in zip(found.logprobs, expected.logprobs, strict=True):

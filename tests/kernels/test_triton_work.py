@@ -1,5 +1,6 @@
 """The work items of the Triton attention kernel: every (row, span) once, in order."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -8,14 +9,15 @@ import torch
 import triton
 
 from prefixcache.model.attention import plan_step
-from prefixcache_kernels import SPAN, StepWork, select_kernels
+from prefixcache_kernels import SPAN, Heads, StepWork, select_kernels
 from prefixcache_kernels.triton_backend.attention_work import (
     AttentionWork,
     Policy,
     attention_work,
 )
-from prefixcache_kernels.triton_backend.plan import Capacity
-from tests.kernels.backends import rows_step
+from prefixcache_kernels.triton_backend.paged_attention import AttentionInput
+from prefixcache_kernels.triton_backend.plan import Capacity, PlanBuffers, TritonPlan
+from tests.kernels.backends import CPU, rows_step
 
 SIZE = 64
 
@@ -128,6 +130,63 @@ def test_a_decode_step_of_any_tree_fits_the_capacity_of_its_size() -> None:
         needed = Capacity.of(step, [work])
         for name in ("entries", "groups", "items", "slots"):
             assert getattr(needed, name) <= getattr(capacity, name)
+
+
+@pytest.mark.parametrize("windows", [[None], [None, 40]])
+def test_plans_updated_by_difference_equal_plans_made_anew(windows: list[int | None]) -> None:
+    """Random decode steps on plans of two sizes that take turns over one memory."""
+    rng, size, span, heads = random.Random(7), 16, 64, Heads(2, 1, 16)
+    shared = Capacity.decode(rows=6, blocks=20, block_size=size, span=span)
+    made = {"heads": heads, "angles": torch.zeros(1, 16), "windows": windows}
+    made |= {"block_size": size, "span": span, "policy": Policy(16)}
+    memory = PlanBuffers(shared, heads=heads, windows=len(windows), device=CPU)
+    plans = {
+        rows: TritonPlan(Capacity.decode(rows, 20, size, span), **made, buffers=memory)
+        for rows in (6, 3)
+    }
+    tables = [rng.sample(range(400), 20) for _ in range(6)]
+    lengths = [rng.randint(1, 200) for _ in range(6)]
+    for _ in range(80):
+        rows = rng.choice((6, 6, 3))
+        for number in range(rows):
+            lengths[number] = rng.choice((lengths[number] % 319 + 1, lengths[number], 0))
+            if rng.random() < 0.1:  # another sequence comes, or the blocks of one are shared
+                tables[number] = rng.choice((rng.sample(range(400), 20), [*tables[0]]))
+                lengths[number] = rng.randint(0, 320)
+        step = plan_step(
+            rows_step([(1, n) for n in lengths[:rows]], tables[:rows], size),
+            size,
+            windows,
+            None,
+            span,
+        )
+        plans[rows].load(step)
+        assert np.array_equal(memory.host, memory.device.numpy())
+        fresh = TritonPlan(Capacity.decode(rows, 20, size, span), **made)
+        fresh.load(step)
+        for window in windows:
+            _assert_same_input(plans[rows].attention(window), fresh.attention(window))
+        assert torch.equal(plans[rows].slots, fresh.slots)
+
+
+def _assert_same_input(ours: AttentionInput, theirs: AttentionInput) -> None:
+    """Equal as far as a kernel looks: lists up to the amounts of work, tables up to the keys."""
+    assert torch.equal(ours.positions, theirs.positions)
+    assert torch.equal(ours.buffers.counts, theirs.buffers.counts)
+    items, merges = theirs.buffers.counts.tolist()
+    assert torch.equal(ours.buffers.items[:items], theirs.buffers.items[:items])
+    assert torch.equal(ours.buffers.merges[:merges], theirs.buffers.merges[:merges])
+    _, entries, _, groups = theirs.buffers.items[:items].amax(0).tolist() if items else [0] * 4
+    for name, amount in (("entry_rows", entries), ("entry_slots", entries)):
+        assert torch.equal(
+            getattr(ours.buffers, name)[:amount], getattr(theirs.buffers, name)[:amount]
+        )
+    for name in ("group_spans", "group_tables"):
+        assert torch.equal(
+            getattr(ours.buffers, name)[:groups], getattr(theirs.buffers, name)[:groups]
+        )
+    used = theirs.table != 0  # block 0 is any sequence's only where its row says so in both
+    assert torch.equal(ours.table[used], theirs.table[used])
 
 
 def test_captured_tables_are_whole_spans_wide() -> None:

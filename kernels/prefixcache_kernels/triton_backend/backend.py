@@ -22,7 +22,7 @@ from prefixcache_kernels.triton_backend.launch import (
 )
 from prefixcache_kernels.triton_backend.linear import InvariantLinear
 from prefixcache_kernels.triton_backend.paged_attention import paged_attention, tile_of
-from prefixcache_kernels.triton_backend.plan import Capacity, TritonPlan
+from prefixcache_kernels.triton_backend.plan import Capacity, PlanBuffers, TritonPlan
 from prefixcache_kernels.work import SPAN, Int64, StepWork
 
 GPU_SPAN = 512
@@ -109,10 +109,12 @@ class TritonKernels:
         rope_table: Tensor,
         windows: Iterable[int | None],
         block_size: int,
+        buffers: PlanBuffers | None = None,
     ) -> TritonPlan:
         """Return an empty plan whose buffers stay where they are, for a graph to be captured over.
 
         `TritonPlan.load` puts a step into it; kernels launched with it then do that step's work.
+        Plans that take turns may share `buffers`, as large as the largest of them needs.
         """
         return TritonPlan(
             capacity,
@@ -122,6 +124,7 @@ class TritonKernels:
             block_size=block_size,
             span=self.span,
             policy=self.policy(heads),
+            buffers=buffers,
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

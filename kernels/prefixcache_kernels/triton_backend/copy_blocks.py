@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prefixcache_kernels.transfer import upload
 from prefixcache_kernels.triton_backend.launch import Launch, require
 
 _CHUNK = 1024
@@ -96,7 +97,7 @@ def _copy(cache: Tensor, sources: Ids, targets: Ids, staged: npt.NDArray[np.bool
 
 def _run(source: Tensor, target: Tensor, sources: Ids, targets: Ids) -> None:
     if len(sources):
-        pairs = torch.from_numpy(np.stack((sources, targets), 1)).to(source.device)
+        pairs = upload(np.stack((sources, targets), 1), source.device)
         copy_launch(source, target, pairs).run()
 
 

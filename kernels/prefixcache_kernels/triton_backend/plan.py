@@ -1,9 +1,10 @@
 """A step's work on the device, in buffers of fixed capacity.
 
 Owns these buffers and how a `StepWork` is put into them. Everything that the kernels of a step read
-is in one int32 buffer, filled on the host and copied in one piece. A plan made for one step is as
-large as that step; one made by `TritonPlan.reserve` holds any step up to its capacity and keeps its
-addresses, so that a captured graph can be replayed over it.
+is in one int32 array on the device, which the host has a copy of. A plan made for one step is as
+large as that step and is sent in one piece. One made by `TritonKernels.reserve` holds any step up
+to its capacity and keeps its addresses, so that a captured graph can be replayed over it; only what
+differs from the step before is sent. Plans that take turns share one `PlanBuffers`.
 """
 
 import math
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from prefixcache_kernels.backend import Heads
+from prefixcache_kernels.transfer import fill, upload
 from prefixcache_kernels.triton_backend.attention_work import (
     AttentionWork,
     Policy,
@@ -22,7 +24,7 @@ from prefixcache_kernels.triton_backend.attention_work import (
 )
 from prefixcache_kernels.triton_backend.launch import require
 from prefixcache_kernels.triton_backend.paged_attention import AttentionBuffers, AttentionInput
-from prefixcache_kernels.work import Int32, StepWork
+from prefixcache_kernels.work import Int32, Int64, StepWork
 
 _ALIGN = 16
 """int32s between two arrays' beginnings: 64 bytes, so that each may be loaded in vectors."""
@@ -64,6 +66,40 @@ class Capacity:
         return Capacity(rows, (rows, width), spans, spans, spans, spans)
 
 
+class PlanBuffers:
+    """Memory for a plan, or for several that take turns: work lists, and partials of attention.
+
+    host is what the device's array holds, or will once the copies under way are done.
+    """
+
+    def __init__(
+        self, capacity: Capacity, *, heads: Heads, windows: int, device: torch.device
+    ) -> None:
+        """Empty buffers for plans up to this capacity, with so many windows."""
+        _, length = _layout(capacity, windows)
+        self.host = np.zeros(length, np.int32)
+        self.device = torch.zeros(length, dtype=torch.int32, device=device)
+        partials = (max(1, capacity.slots), heads.query)
+        self.part_values = torch.empty(*partials, heads.dim, device=device)
+        self.part_maxima, self.part_sums = torch.empty(2, *partials, device=device).unbind(0)
+
+    @staticmethod
+    def bytes_of(capacity: Capacity, *, heads: Heads, windows: int) -> int:
+        """Device memory that such buffers take."""
+        _, length = _layout(capacity, windows)
+        return 4 * (length + max(1, capacity.slots) * heads.query * (heads.dim + 2))
+
+    def send(self, changed: Int64) -> None:
+        """Copy these elements of the host's array: one by one where they are few, else all."""
+        if not len(changed):
+            return
+        if 3 * len(changed) > len(self.host):  # a changed element takes an index and a value
+            fill(self.device, self.host)
+            return
+        pairs = upload(np.stack((changed, self.host[changed])), self.device.device)
+        self.device.index_copy_(0, pairs[0], pairs[1].to(torch.int32))
+
+
 class TritonPlan:
     """A step, ready for the kernels: see the module's docstring."""
 
@@ -77,8 +113,9 @@ class TritonPlan:
         block_size: int,
         span: int,
         policy: Policy,
+        buffers: PlanBuffers | None = None,
     ) -> None:
-        """Make empty buffers on the device of `angles`, float32 [positions, D] of the rope table.
+        """Make an empty plan on the device of `angles`, float32 [positions, D] of the rope table.
 
         Args:
             capacity: what fits in.
@@ -86,6 +123,8 @@ class TritonPlan:
             windows: of the layers, None for full attention.
             block_size, span: in tokens.
             policy: of `attention_work`.
+            buffers: of at least this capacity, shared with plans that are not in use meanwhile;
+                None makes some.
         """
         self.heads = heads
         self.angles = angles
@@ -96,18 +135,19 @@ class TritonPlan:
         self._policy = policy
         self._highest_block = 0
         self._windows = tuple(windows)
-        self._places, length = _layout(capacity, len(self._windows))
-        self._host = np.zeros(length, np.int32)
-        self._device = torch.zeros(length, dtype=torch.int32, device=angles.device)
+        self._places, _ = _layout(capacity, len(self._windows))
+        self._memory = buffers or PlanBuffers(
+            capacity, heads=heads, windows=len(self._windows), device=angles.device
+        )
         self.positions = self._array("positions")
         self.slots = self._array("slots").view(torch.int64)
         self._table = self._array("table")
-        partials = (max(1, capacity.slots), heads.query)
-        values = torch.empty(*partials, heads.dim, device=angles.device)
-        maxima, sums = torch.empty(2, *partials, device=angles.device).unbind(0)
         # Layers run one after another, so the partials of all windows share their place.
+        memory = self._memory
         self._buffers = {
-            window: AttentionBuffers(*self._lists(i), values, maxima, sums)
+            window: AttentionBuffers(
+                *self._lists(i), memory.part_values, memory.part_maxima, memory.part_sums
+            )
             for i, window in enumerate(self._windows)
         }
 
@@ -166,7 +206,7 @@ class TritonPlan:
 
     def _array(self, name: str) -> Tensor:
         first, shape = self._places[name]
-        return self._device[first : first + math.prod(shape)].view(shape)
+        return self._memory.device[first : first + math.prod(shape)].view(shape)
 
     def _lists(self, window: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         counts, items, rows, slots, spans, tables, merges = (
@@ -177,26 +217,41 @@ class TritonPlan:
     def _fill(self, work: StepWork, lists: dict[int | None, AttentionWork]) -> None:
         lowest = int(work.block_table.min(initial=0))
         require(lowest >= 0, "block_table", f"block id {lowest}")
-        self._put("positions", work.positions)
-        self._put("slots", work.slots.astype(np.int64, copy=False).view(np.int32))
-        first, shape = self._places["table"]
-        table = self._host[first : first + math.prod(shape)].reshape(shape)
-        sequences, blocks = work.block_table.shape
-        table[:sequences, :blocks] = work.block_table
+        changed = [
+            self._put("positions", work.positions),
+            self._put("slots", work.slots.astype(np.int64, copy=False).view(np.int32)),
+        ]
         for i, window in enumerate(self._windows):
             w = lists[window]
             counts = np.array([len(w.items), len(w.merges)], np.int32)
             arrays = (counts, w.items, w.entry_rows, w.entry_slots, w.group_spans, w.group_tables)
             for name, values in zip(_LISTS, (*arrays, w.merges), strict=True):
-                self._put(f"{name}{i}", values)
-        # From pageable memory: the host's copy may be filled again as soon as this returns.
-        self._device.copy_(torch.from_numpy(self._host))
+                changed.append(self._put(f"{name}{i}", values))
+        changed.append(self._put_table(work.block_table))
+        self._memory.send(np.concatenate(changed))
         self.highest_slot = int(work.slots.max(initial=-1))
         self._highest_block = int(work.block_table.max(initial=0))
 
-    def _put(self, name: str, values: Int32) -> None:
+    def _put(self, name: str, values: Int32) -> Int64:
+        """Put a list at its place in the host's array; which elements that changed."""
         first, _ = self._places[name]
-        self._host[first : first + values.size] = values.reshape(-1)
+        values = values.reshape(-1)
+        there = self._memory.host[first : first + values.size]
+        changed = np.flatnonzero(there != values)
+        there[changed] = values[changed]
+        return changed + first
+
+    def _put_table(self, table: Int32) -> Int64:
+        """Likewise for the block table, of which each row is longer than what is used."""
+        first, shape = self._places["table"]
+        sequences, blocks = table.shape
+        whole = self._memory.host[first : first + math.prod(shape)].reshape(shape)
+        there = whole[:sequences, :blocks]
+        differs = there != table
+        grown = np.flatnonzero(differs.any(1))  # few rows get a block in a step
+        row, column = np.nonzero(differs[grown])
+        there[grown[row], column] = table[grown[row], column]
+        return first + grown[row] * shape[1] + column
 
 
 _LISTS = (
@@ -222,12 +277,12 @@ def _layout(capacity: Capacity, windows: int) -> tuple[dict[str, tuple[int, tupl
     shapes: dict[str, tuple[int, ...]] = {
         "positions": (capacity.rows,),
         "slots": (2 * capacity.rows,),  # int64
-        "table": capacity.table,
     }
     entries, groups = (capacity.entries,), (capacity.groups,)
     lists = ((2,), (capacity.items, 4), entries, entries, groups, groups, (capacity.rows, 3))
     for window in range(windows):
         shapes |= {f"{name}{window}": shape for name, shape in zip(_LISTS, lists, strict=True)}
+    shapes["table"] = capacity.table
     places, length = {}, 0
     for name, shape in shapes.items():
         places[name] = (length, shape)

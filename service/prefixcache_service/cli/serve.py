@@ -59,6 +59,7 @@ Invariant = Annotated[
     bool,
     flag("On CUDA: the same bits however a request is served, at a cost; the CPU always does."),
 ]
+Eager = Annotated[bool, flag("Replay no decode step from a captured graph (Triton's kernels).")]
 Threads = Annotated[int | None, flag("CPU threads of the model.")]
 MaxModelLen = Annotated[
     Any,
@@ -118,6 +119,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     device: Device = "auto",
     attention_backend: Backend = "auto",
     batch_invariant: Invariant = False,
+    enforce_eager: Eager = False,
     num_threads: Threads = None,
     max_model_len: MaxModelLen = None,
     seed: Seed = None,

@@ -1,12 +1,14 @@
 """A whole decoder on the Triton kernels against the same one on torch's."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from prefixcache.model.decode_graph import DecodeGraph
+from prefixcache.model.decode_graph import DecodeGraph, DecodeGraphs, batch_sizes
 from tests.model.checkpoints import write_checkpoint
 from tests.model.served import Served
 
@@ -66,3 +68,42 @@ def test_a_decode_graph_serves_steps_of_any_size_up_to_its_own(tmp_path: Path) -
         graph.run(served.step(*[([1], 6, [5])] * 4))
     with pytest.raises(ValueError, match="kernels 'torch' run from no graph"):
         DecodeGraph(Served(tmp_path, "torch").decoder, served.cache, rows=3, blocks=4)
+
+
+def test_graphs_that_take_turns_over_one_memory_equal_launched_steps(tmp_path: Path) -> None:
+    """Batches grow and shrink, so each step runs in another graph than the one before."""
+    served = Served(write_checkpoint(tmp_path), "triton", blocks=16, max_model_len=64)
+    prompts = {0: [3, 1], 1: [5, 6], 2: [7, 2], 3: [9, 8], 4: [11, 10]}
+    served.run(*((served.tokens(18, seed=n), 0, ids) for n, ids in prompts.items()))
+    captured: list[tuple[int, int]] = []
+    graphs = DecodeGraphs(
+        served.decoder,
+        served.cache,
+        max_rows=5,
+        max_tokens=64,
+        progress=lambda done, total: captured.append((done, total)),
+    )
+    assert captured == [(done, 4) for done in range(4)]
+    for number, batch in enumerate(([0], [0, 1, 2, 3, 4], [4, 2], [1, 0, 3], [2])):
+        step = served.step(*(([20 + number], 18, prompts[n]) for n in batch))
+        logits = graphs.run(step)
+        assert logits is not None
+        torch.testing.assert_close(logits, served.decoder.forward(step, served.cache))
+
+
+def test_steps_that_are_no_decode_steps_are_left_to_launches(tmp_path: Path) -> None:
+    served = Served(write_checkpoint(tmp_path), "triton", blocks=4, max_model_len=64)
+    graphs = DecodeGraphs(served.decoder, served.cache, max_rows=2, max_tokens=64)
+    assert graphs.run(served.step(([1, 2], 0, [0]))) is None
+    assert graphs.run(served.step(*[([1], 0, [0])] * 3)) is None
+    silent = replace(served.step(([1], 0, [0])), logits_rows=np.zeros(0, np.int32))
+    assert graphs.run(silent) is None
+    needed = DecodeGraphs.bytes_needed(served.decoder, max_rows=2, max_tokens=64, block_size=16)
+    assert needed > 2 * served.config.vocab_size * 4
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (64, [1, 2, 4, 8, 16, 32, 64])]
+)
+def test_batch_sizes_are_powers_of_two_and_the_largest(most: int, sizes: list[int]) -> None:
+    assert batch_sizes(most) == sizes
