@@ -42,9 +42,8 @@ CLOSING_SECONDS = 0.3  # each for: statuses to go out, the engine to stop, the p
 
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share it
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),  # a call may wait in the queue without a word
 )
 
 
@@ -54,6 +53,8 @@ class ServerConfig:
 
     port, http_port: 0 takes any free one; http_port None means no HTTP side.
     grace: seconds. access: what the page at / shows, and to whom.
+    keepalive: seconds of silence after which a client is asked whether it is still there. It has
+        half of that to answer, or its calls end: it may be frozen, or cut off without a goodbye.
     """
 
     host: str = DEFAULT_HOST
@@ -62,6 +63,15 @@ class ServerConfig:
     http_port: int | None = DEFAULT_HTTP_PORT
     grace: float = 10.0
     access: Access = field(default_factory=Access)
+    keepalive: float = 20.0
+
+    def keepalive_options(self) -> tuple[tuple[str, int], ...]:
+        """As gRPC names them."""
+        milliseconds = int(self.keepalive * 1000)
+        return (
+            ("grpc.keepalive_time_ms", milliseconds),
+            ("grpc.keepalive_timeout_ms", milliseconds // 2),
+        )
 
 
 class Server:
@@ -75,7 +85,8 @@ class Server:
         self._calls = Calls(self._servicer)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving = False
-        self._grpc = grpc.aio.server(options=(*CHANNEL_OPTIONS, *_SERVER_OPTIONS))
+        options = (*CHANNEL_OPTIONS, *_SERVER_OPTIONS, *config.keepalive_options())
+        self._grpc = grpc.aio.server(options=options)
         self._dashboard = Dashboard(self._front.call, self._threads, config.access)
         self._web = WebServer(
             http.make_app(lambda: self._serving, self._servicer.stats, self._dashboard)
@@ -131,6 +142,14 @@ class Server:
         await self._set_health(serving=True)
         self._watcher = asyncio.create_task(self._watch_engine(self._engine_loop))
         return engine
+
+    async def engine_down(self) -> None:
+        """Return once the engine has died of a fault; callers have been told by then.
+
+        What is left of the process serves nobody: it should be drained, and end.
+        """
+        assert self._watcher is not None
+        await asyncio.shield(self._watcher)
 
     async def drain(self) -> None:
         """Stop: no new calls, running ones have the grace to end, the rest get UNAVAILABLE.

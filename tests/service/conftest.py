@@ -22,12 +22,14 @@ BLOCK_SIZE = 4
 class RunningServer:
     """A Server on an event loop in a thread of its own."""
 
-    def __init__(self, config, grace=2.0):
+    def __init__(self, config, grace=2.0, injection=None, **settings):
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.server = self.call(self._make(ServerConfig(port=0, http_port=0, grace=grace)))
+        where = ServerConfig(port=0, http_port=0, grace=grace, **settings)
+        self.server = self.call(self._make(where))
         self.engine = None
+        self.injection = injection
         self.config = config
 
     async def _make(self, config):
@@ -39,7 +41,9 @@ class RunningServer:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
 
     def load(self):
-        self.engine = self.call(self.server.load(lambda: Engine(self.config)))
+        self.engine = self.call(
+            self.server.load(lambda: Engine(self.config, injection=self.injection))
+        )
         return self
 
     @property

@@ -1,10 +1,7 @@
 """From the first port to the last call: health, reflection, faults, SIGTERM."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -20,6 +17,7 @@ from prefixcache_service import Client
 from prefixcache_service.server import ServerConfig
 from tests.model.checkpoints import default_model_path, write_checkpoint
 from tests.service.conftest import RunningServer
+from tests.service.process import Process
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -126,35 +124,6 @@ def test_a_taken_port_is_a_clear_error(server, tiny_config):
         server.call(open_again(port=server.server.port, http_port=None))
     with pytest.raises(ConfigurationError, match="--http-port"):
         server.call(open_again(port=0, http_port=server.server.http_port))
-
-
-class Process:
-    """`prefixcache serve` in a process of its own."""
-
-    def __init__(self, *flags, **environment):
-        command = [sys.executable, "-c", "from prefixcache_service.cli import main; main()"]
-        self.popen = subprocess.Popen(
-            [*command, "serve", "--http-port", "0", *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-
-    def ready(self):
-        """The port, from the one line that is printed when it serves."""
-        line = self.popen.stdout.readline()
-        assert line.startswith("prefixcache is ready: gRPC 127.0.0.1:"), self.popen.communicate()
-        return int(line.split("127.0.0.1:")[1].split(",")[0])
-
-    def end(self, seconds):
-        """Exit code, rest of standard output, standard error."""
-        try:
-            out, err = self.popen.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            raise
-        return self.popen.returncode, out, err
 
 
 @pytest.fixture(scope="module")

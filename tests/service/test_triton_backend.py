@@ -14,7 +14,7 @@ import pytest
 
 from prefixcache_service import Branch, Client
 from tests.model.checkpoints import write_checkpoint
-from tests.service.test_lifecycle import Process
+from tests.service.process import Process
 
 BLOCKS, BLOCK_SIZE = 38, 8
 PROMPT = [10 + 7 * i % 280 for i in range(150)]  # two spans

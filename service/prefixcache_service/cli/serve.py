@@ -106,6 +106,10 @@ HttpNames = Annotated[
 ShowPrompts = Annotated[bool, flag("Show the text of cached prompts on the page.")]
 HttpPort = Annotated[int, flag("Port for HTTP; 0 takes a free one.", min=0, max=65535)]
 Grace = Annotated[float, flag("Seconds that running calls have to end after SIGTERM.", min=0)]
+Keepalive = Annotated[
+    float,
+    flag("Seconds of silence before a client is asked whether it is there.", min=1, max=7200),
+]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], flag("Least level that is logged.")
 ]
@@ -143,10 +147,13 @@ def serve(  # noqa: PLR0917 (each is a flag)
     http_allowed_host: HttpNames = None,
     show_prompts: ShowPrompts = False,
     grace: Grace = 10.0,
+    keepalive: Keepalive = 20.0,
     log_level: LogLevel = "info",
     config: ConfigFile = None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C. Prints one line when it is ready.
+
+    Exit code 0 after a signal, 1 where it cannot start or the engine has died of a fault.
 
     \b
       prefixcache serve
@@ -161,7 +168,8 @@ def serve(  # noqa: PLR0917 (each is a flag)
     engine = {name: value for name, value in context.params.items() if name in engine_fields}
     log.configure(log_level)
     access = Access(show_prompts, tuple(name.lower() for name in http_allowed_host or ()))
-    where = ServerConfig(host, port, http_host, http_port if http else None, grace, access)
+    http_on = http_port if http else None
+    where = ServerConfig(host, port, http_host, http_on, grace, access, keepalive)
     _exit_at_once(
         asyncio.new_event_loop().run_until_complete(_serve(where, EngineConfig(**engine)))
     )
@@ -194,9 +202,10 @@ async def _serve(where: "ServerConfig", config: EngineConfig) -> int:
         f"sequences up to {engine.max_model_len} tokens",
         flush=True,
     )
-    await stop.wait()
+    down = asyncio.create_task(server.engine_down())
+    await asyncio.wait({stopping, down}, return_when=asyncio.FIRST_COMPLETED)
     await server.drain()
-    return 0
+    return 0 if stop.is_set() else 1  # a supervisor starts it anew
 
 
 def _make_engine(config: EngineConfig, report: Any) -> "Engine":

@@ -1,0 +1,45 @@
+"""`prefixcache serve` in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+COMMAND = ("-c", "from prefixcache_service.cli import main; main()")
+FAULTY = ("-m", "tests.service.harness")  # the same, and its engine has an injection
+
+
+class Process:
+    """A server process. It is killed where a `with` block is left before it has ended."""
+
+    def __init__(self, *flags, program=COMMAND, **environment):
+        self.popen = subprocess.Popen(
+            [sys.executable, *program, "serve", "--http-port", "0", *flags],
+            stdin=subprocess.DEVNULL if program is COMMAND else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.communicate()
+
+    def ready(self):
+        """The port, from the one line that is printed when it serves."""
+        line = self.popen.stdout.readline()
+        assert line.startswith("prefixcache is ready: gRPC 127.0.0.1:"), self.popen.communicate()
+        return int(line.split("127.0.0.1:")[1].split(",")[0])
+
+    def end(self, seconds):
+        """Exit code, rest of standard output, standard error."""
+        try:
+            out, err = self.popen.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            raise
+        return self.popen.returncode, out, err
