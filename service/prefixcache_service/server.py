@@ -67,10 +67,12 @@ class ServerConfig:
 
     def keepalive_options(self) -> tuple[tuple[str, int], ...]:
         """As gRPC names them."""
-        milliseconds = int(self.keepalive * 1000)
+        silence = int(self.keepalive * 1000)
         return (
-            ("grpc.keepalive_time_ms", milliseconds),
-            ("grpc.keepalive_timeout_ms", milliseconds // 2),
+            ("grpc.keepalive_time_ms", silence),
+            ("grpc.keepalive_timeout_ms", silence // 2),
+            # of gRPC's own pings, which else hold keepalive's back for a minute
+            ("grpc.http2.ping_timeout_ms", silence // 2),
         )
 
 

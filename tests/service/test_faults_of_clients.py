@@ -1,6 +1,6 @@
 """Clients that die, freeze, vanish, hurry or dawdle: their work ends, and nobody else notices.
 
-Real sockets throughout. Steps take 20 ms here, so that calls are still at work when the fault comes.
+Real sockets throughout. Steps take 20 ms, so that calls are still at work when the fault comes.
 """
 
 import contextlib
@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 import pytest
 
 from prefixcache.engine.injection import Injection
 from prefixcache.errors import Cancelled
-from prefixcache_service import Branch, Client
+from prefixcache_service import Branch
 from prefixcache_service.v1 import prefixcache_pb2 as pb
 from prefixcache_service.v1.prefixcache_pb2_grpc import PrefixCacheStub
 from tests.service.conftest import RunningServer
@@ -61,7 +62,8 @@ class Slow(Injection):
 
 @pytest.fixture(scope="module")
 def slow_running(tiny_config):
-    running = RunningServer(tiny_config, injection=Slow(), keepalive=KEEPALIVE).load()
+    config = replace(tiny_config, num_gpu_blocks_override=2_600)
+    running = RunningServer(config, injection=Slow(), keepalive=KEEPALIVE).load()
     yield running
     running.close()
 
@@ -152,10 +154,12 @@ class Wire:
 def test_a_dropped_connection_is_noticed_by_keepalive(slow):
     """No FIN, no RST, as when a machine loses power or a network parts."""
     before = slow.settle()
-    with contextlib.closing(Wire(slow.server.port)) as wire:
-        with client_with_a_call_of_each_kind(wire.target):
-            wire.cut()
-            assert_all_calls_ended(slow, before, 4)
+    with (
+        contextlib.closing(Wire(slow.server.port)) as wire,
+        client_with_a_call_of_each_kind(wire.target),
+    ):
+        wire.cut()
+        assert_all_calls_ended(slow, before, 4)
 
 
 def test_a_quiet_call_is_not_taken_for_a_dead_one(slow):
@@ -205,9 +209,10 @@ def test_a_reader_who_dawdles_is_buffered_within_bounds_and_delays_nobody(server
     alone = client.generate(PROMPT, max_tokens=50, **GREEDY).token_ids
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=PROMPT),
-        sampling=pb.SamplingParams(n=8, max_tokens=LONG, ignore_eos=True, logprobs=64, seed=1),
+        sampling=pb.SamplingParams(n=3, max_tokens=LONG, ignore_eos=True, logprobs=64, seed=1),
     )
-    with grpc.insecure_channel(server.target) as channel:
+    small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536)]
+    with grpc.insecure_channel(server.target, options=small) as channel:
         dawdler = PrefixCacheStub(channel).Generate(request)
         messages = [next(dawdler)]
         with ThreadPoolExecutor(4) as pool:
@@ -218,16 +223,7 @@ def test_a_reader_who_dawdles_is_buffered_within_bounds_and_delays_nobody(server
         server.settle(60)
         (mailbox,) = server.server._front._mailboxes.values()
         assert mailbox.complete  # the engine is done with it, and the reader has it all to come
-        assert 0 < len(mailbox._waiting) <= 3 * 8  # one start, one merged output, one end each
+        assert 0 < len(mailbox._waiting) <= 3 * 3  # one start, one merged output, one end each
         messages += dawdler
     tokens = [len(m.chunk.token_ids) for m in messages if m.WhichOneof("response") == "chunk"]
-    assert sum(tokens) == 8 * LONG
-
-
-def test_a_client_without_a_deadline_is_told_when_a_server_is_not_there():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    began = time.monotonic()
-    with Client(f"127.0.0.1:{port}") as client, pytest.raises(Exception, match="no server answers"):
-        client.generate(PROMPT)
-    assert time.monotonic() - began < 5
+    assert sum(tokens) == 3 * LONG
