@@ -87,6 +87,8 @@ def error_from_call(error: Any) -> PrefixCacheError:
     if error.code() is grpc.StatusCode.UNAVAILABLE and ("onnect" in message or "resolv" in message):
         reason = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
         message = f"no server answers ({reason}); is `prefixcache serve` running there?"
+    if error.code() is grpc.StatusCode.CANCELLED and message in ("", "CANCELLED"):
+        return Unavailable("the call was reset without a word: the server is stopping")
     return error_from(error.code(), message, error.trailing_metadata() or ())
 
 

@@ -9,7 +9,12 @@ FAULTY = ("-m", "tests.service.harness")  # the same, and its engine has an inje
 
 
 class Process:
-    """A server process. It is killed where a `with` block is left before it has ended."""
+    """A server process; `port` is known once it is ready.
+
+    It is killed where a `with` block is left before it has ended.
+    """
+
+    port = 0
 
     def __init__(self, *flags, program=COMMAND, **environment):
         self.popen = subprocess.Popen(
@@ -33,7 +38,8 @@ class Process:
         """The port, from the one line that is printed when it serves."""
         line = self.popen.stdout.readline()
         assert line.startswith("prefixcache is ready: gRPC 127.0.0.1:"), self.popen.communicate()
-        return int(line.split("127.0.0.1:")[1].split(",")[0])
+        self.port = int(line.split("127.0.0.1:")[1].split(",")[0])
+        return self.port
 
     def end(self, seconds):
         """Exit code, rest of standard output, standard error."""

@@ -151,6 +151,7 @@ class Wire:
             thread.join(5)
 
 
+@pytest.mark.slow
 def test_a_dropped_connection_is_noticed_by_keepalive(slow):
     """No FIN, no RST, as when a machine loses power or a network parts."""
     before = slow.settle()
@@ -162,6 +163,7 @@ def test_a_dropped_connection_is_noticed_by_keepalive(slow):
         assert_all_calls_ended(slow, before, 4)
 
 
+@pytest.mark.slow
 def test_a_quiet_call_is_not_taken_for_a_dead_one(slow):
     """It waits in the queue for longer than keepalive, and hears nothing meanwhile."""
     with slow.client() as client, slow.client() as other:

@@ -35,6 +35,23 @@ def test_errors_outside_the_table_are_internal_and_unknown_codes_the_base():
     assert isinstance(status.error_from(grpc.StatusCode.DEADLINE_EXCEEDED, "x"), errors.Cancelled)
 
 
+class Reset:
+    """How gRPC tells of a stream that a stopping server has reset."""
+
+    def code(self):
+        return grpc.StatusCode.CANCELLED
+
+    def details(self):
+        return "CANCELLED"
+
+    def trailing_metadata(self):
+        return None
+
+
+def test_a_call_that_a_stopping_server_resets_is_not_taken_for_the_callers_own_doing():
+    assert isinstance(status.error_from_call(Reset()), errors.Unavailable)
+
+
 def test_long_messages_fit_into_headers():
     error = errors.InvalidArgument("chat.messages", "词" * 5000)
     assert len(status.shortened(str(error)).encode()) <= 800
