@@ -1,6 +1,6 @@
 """Chat templates: from messages to the text of a prompt.
 
-Owns the jinja environment, which offers what Hugging Face's offers and runs in the sandbox, since a
+Owns the jinja environment, which offers what Hugging Face's offers and runs in a sandbox, since a
 template comes with a downloaded model. Knows no tokens; the caller encodes the text it gets back
 without adding special tokens, since templates write their own.
 """
@@ -15,9 +15,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prefixcache.errors import FailedPrecondition, InvalidArgument
+from prefixcache.model.chat_sandbox import BoundedEnvironment
 
 
 class ChatTemplate:
@@ -29,6 +29,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
+        self._environment = _environment()
 
     def render(
         self,
@@ -54,7 +55,7 @@ class ChatTemplate:
         }
         template = self._compiled
         try:
-            text = template.render(variables)
+            text = self._environment.render(template, variables)
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidArgument("messages", f"text is not Unicode: {error.reason}") from error
@@ -65,7 +66,7 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> jinja2.Template:
         try:
-            return _environment().from_string(self.source)
+            return self._environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise FailedPrecondition(
                 f"the model's chat template cannot be compiled ({error}); send text instead"
@@ -83,8 +84,8 @@ def _clean(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return cleaned
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -1,6 +1,7 @@
 """Rendered chats against transformers, and how templates fail."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import transformers
 
 from prefixcache.errors import FailedPrecondition, InvalidArgument
+from prefixcache.model import chat_sandbox
 from prefixcache.model.chat import ChatTemplate
 from prefixcache.model.gguf_file import GgufFile
 from prefixcache.model.gguf_tokenizer import tokenizer_from_gguf
@@ -150,3 +152,55 @@ def test_messages_are_not_changed_by_rendering() -> None:
     before = json.dumps(messages)
     ChatTemplate(RICH).render(messages)
     assert json.dumps(messages) == before
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
+        "{% for m in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}",
+        "{% for i in range(99999) if i > range(99999) | sum %}{% endfor %}",
+    ],
+)
+def test_a_template_that_never_ends_is_stopped(
+    endless: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take one of the threads that tokenize for everybody."""
+    monkeypatch.setattr(chat_sandbox, "MAX_SECONDS", 0.2)
+    began = time.monotonic()
+    with pytest.raises(InvalidArgument):
+        ChatTemplate(endless).render(HI)
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        "{{ 'x' * 10000000000 }}",
+        "{{ 10000000000 * [1] }}",
+        "{{ 9 ** 9 ** 9 ** 9 }}",
+        "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}"
+        "{% endfor %}",
+    ],
+)
+def test_a_template_cannot_make_something_huge(large: str) -> None:
+    with pytest.raises(InvalidArgument, match="too large"):
+        ChatTemplate(large).render(HI)
+
+
+@pytest.mark.parametrize(
+    "reads", ["{% include 'PATH' %}", "{% extends 'PATH' %}", "{% import 'PATH' as secrets %}"]
+)
+def test_a_template_reads_no_file(reads: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("the secret")
+    with pytest.raises(InvalidArgument, match="no loader"):
+        ChatTemplate(reads.replace("PATH", str(tmp_path / "secret"))).render(HI)
+
+
+def test_each_rendering_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_sandbox, "MAX_SECONDS", 0.3)
+    template = ChatTemplate("{% for message in messages %}{{ message.content * 2 }}{% endfor %}")
+    assert template.render(HI) == "HiHi"
+    time.sleep(0.4)
+    assert template.render(HI) == "HiHi"
