@@ -21,7 +21,7 @@ class SeededFaults(Injection):
 
     def __init__(self, seed: int, *, exceptions: float = 0.0, out_of_memory: float = 0.0) -> None:
         self.random = random.Random(seed)
-        self.failed: dict[str, Exception] = {}
+        self.failed: dict[str, type[Exception]] = {}
         self.num_raised = 0
         self._exceptions = exceptions
         self._out_of_memory = out_of_memory
@@ -35,5 +35,5 @@ class SeededFaults(Injection):
         self.num_raised += 1
         requests = {row.group.request_id for row in rows}
         if len(requests) == 1:
-            self.failed[requests.pop()] = error
+            self.failed[requests.pop()] = type(error)
         raise error

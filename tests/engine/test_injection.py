@@ -88,7 +88,7 @@ def check_seed(checkpoint: Path, quiet: Engine, seed: int) -> None:
     assert chance.num_raised >= len(chance.failed) > 0
     for name, raised in chance.failed.items():
         error = traffic.failed[name].error
-        assert isinstance(error, Internal if isinstance(raised, InjectedFault) else REFUSALS[0])
+        assert isinstance(error, Internal if raised is InjectedFault else ResourceExhausted)
     internal = {n for n, failed in traffic.failed.items() if isinstance(failed.error, Internal)}
     assert internal <= chance.failed.keys()
     assert traffic.engine.manager.num_in_use == traffic.engine.manager.num_pinned()
