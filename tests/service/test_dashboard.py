@@ -42,7 +42,8 @@ class Web(httpx.Client):
     """A client of one server's page."""
 
     def __init__(self, running):
-        super().__init__(base_url=f"http://127.0.0.1:{running.server.http_port}", headers=CHANGE)
+        base = f"http://127.0.0.1:{running.server.http_port}"
+        super().__init__(base_url=base, headers=CHANGE, verify=False)  # no certificates to load
         self.running = running
 
 
@@ -97,10 +98,10 @@ def test_the_map_tells_free_cached_leased_pinned_and_shared_blocks(web, client):
     view = states(snapshot(web))
     assert (view.count(CACHED | PINNED), view.count(0)) == (7, 505)
     with client.stream(PROMPT, n=3, max_tokens=400, seed=1, ignore_eos=True) as stream:
-        next(stream)
-        view = states(snapshot(web))
+        while sum(1 for state in view if state & SHARERS == 1) < 3:  # each soon has its own
+            next(stream)
+            view = states(snapshot(web))
         assert view.count(CACHED | PINNED | 3) == 7
-        assert sum(1 for state in view if state & SHARERS == 1) >= 3
         stream.cancel()
 
 
@@ -152,6 +153,7 @@ def test_beams_are_shown_as_hypotheses_of_their_search(web, client):
     assert len({one["request"] for one in beams}) == 1
 
 
+@pytest.mark.slow
 def test_the_history_is_kept_without_anybody_looking(web):
     time.sleep(2.2)
     history = web.get("/api/history").json()
@@ -265,7 +267,7 @@ def test_refusals_are_json_with_a_sentence(web, path, body, code, sentence):
 )
 def test_other_sites_cannot_change_anything(web, headers, code):
     base = {"content-type": "application/json", **CHANGE, **headers}
-    with httpx.Client(base_url=web.base_url) as bare:
+    with httpx.Client(base_url=web.base_url, verify=False) as bare:
         sent = {name: value for name, value in base.items() if value is not None}
         answer = bare.post("/api/flush", content=b"{}", headers=sent)
     assert answer.status_code == code
@@ -345,22 +347,23 @@ def test_the_page_without_scripts_has_the_figures(web, client):
 
 def test_a_scrape_and_the_page_are_answered_while_loading_and_draining(tiny_config):
     running = DashboardServer(tiny_config, Access(), grace=2.0)
-    base = f"http://127.0.0.1:{running.server.http_port}"
-    page = httpx.get(base)
-    assert page.status_code == 200
-    assert "still loading" in page.text
-    refusal = httpx.get(f"{base}/api/snapshot")
-    assert (refusal.status_code, refusal.json()) == (503, {"error": "the model is still loading"})
-    running.load()
-    with running.client() as client, client.stream(PROMPT, max_tokens=450, **GREEDY) as stream:
-        next(stream)
-        drain = asyncio.run_coroutine_threadsafe(running.server.drain(), running.loop)
-        time.sleep(0.1)
-        codes = {path: httpx.get(base + path).status_code for path in ("/", "/metrics", "/healthz")}
-        codes["snapshot"] = httpx.get(f"{base}/api/snapshot").status_code
-        stream.result()
-        drain.result(10)
-    assert codes == {"/": 200, "/metrics": 200, "/healthz": 503, "snapshot": 200}
+    with Web(running) as web:
+        page = web.get("/")
+        assert page.status_code == 200
+        assert "still loading" in page.text
+        refusal = web.get("/api/snapshot")
+        assert refusal.status_code == 503
+        assert refusal.json() == {"error": "the model is still loading"}
+        running.load()
+        with running.client() as client, client.stream(PROMPT, max_tokens=450, **GREEDY) as stream:
+            next(stream)
+            drain = asyncio.run_coroutine_threadsafe(running.server.drain(), running.loop)
+            time.sleep(0.1)
+            paths = ("/", "/metrics", "/healthz", "/api/snapshot")
+            codes = {path: web.get(path).status_code for path in paths}
+            stream.result()
+            drain.result(10)
+    assert codes == {"/": 200, "/metrics": 200, "/healthz": 503, "/api/snapshot": 200}
     running.loop.call_soon_threadsafe(running.loop.stop)
 
 

@@ -85,7 +85,7 @@ def test_what_was_flushed_is_not_found_any_more():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trunk", "own"), [(64, 32), (8, 1), (200, 1), (500, 100)])
+@pytest.mark.parametrize(("trunk", "own"), [(64, 32), (8, 1), (100, 1), (500, 100)])
 def test_a_look_at_65536_blocks_takes_less_than_5_ms(trunk, own):
     manager = filled(65_536, trunk, own)
     inspector = inspector_of(manager)

@@ -131,6 +131,7 @@ class ServerAt(RunningServer):
         return server
 
 
+@pytest.mark.slow
 def test_it_outlives_the_server_and_q_ends_it(tiny_config):
     running = RunningServer(tiny_config, grace=0.1).load()
     port = running.server.port
