@@ -4,6 +4,8 @@ Owns no state of its own: a search lives in its group. A step copies no KV but t
 those only when a beam that shares one writes.
 """
 
+from dataclasses import replace
+
 from prefixcache.cache import token_bytes
 from prefixcache.engine.beam import BeamSearch, Continuation, Ending, Hypothesis
 from prefixcache.engine.messages import Event, Finished, FinishReason, Output, Started, Usage
@@ -42,10 +44,15 @@ class BeamRunner:
         return []
 
     def end(self, group: SequenceGroup, reason: FinishReason) -> list[Event]:
-        """End a search without results."""
+        """End a search without results: what it has cost is its prompt."""
         self._drop(group, group.live)
-        indices = range(_search(group).params.num_return_sequences)
-        return [Finished(group.request_id, index, reason, None, Usage()) for index in indices]
+        prompt = replace(group.first.usage, completion_tokens=0)
+        more = _search(group).params.num_return_sequences - 1
+        usages = [prompt, *[Usage()] * more]
+        return [
+            Finished(group.request_id, index, reason, None, usage)
+            for index, usage in enumerate(usages)
+        ]
 
     def _ending(self, beam: Sequence, token: int) -> Ending | None:
         """How a beam ends with this token; None where it runs on."""

@@ -158,7 +158,7 @@ class RequestBuilder:
             result.tokens.append(token)
         result.state = State.FINISHED
         result.keep_seconds = first.keep_seconds
-        result.counts_prompt = index == 0
+        result.counts_prompt, result.counted = index == 0, True
         if index == 0:
             result.id = first.id
             result.next_branch = search.params.num_return_sequences - 1

@@ -133,8 +133,8 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        """Tokens by source; samples of one prompt count it once, at index 0."""
-        prompt = self.num_prompt_tokens if self.counts_prompt else 0
+        """Tokens by source; samples of one prompt count it once, at index 0, once admitted."""
+        prompt = self.num_prompt_tokens if self.counts_prompt and self.counted else 0
         cached, forked = self.num_cached_tokens, self.num_forked_tokens
         return Usage(prompt, cached, forked, prompt - cached - forked, self.num_generated)
 
