@@ -25,6 +25,7 @@ from prefixcache.errors import (
 )
 from prefixcache_service import Branch, Client
 from prefixcache_service.client import Stream
+from prefixcache_service.results import Completion
 
 TOKENS = (5, 6, 7)  # few, so that prompts share more and less than whole blocks
 SALTS = ("", "", "tenant")
@@ -135,7 +136,7 @@ class Clients:
         out = self._clients[salt].generate(
             prompt, temperature=0.0, priority=self._random.randint(-1, 1), **self._options()
         )
-        self._served(salt, prompt, out.sequence_id, out.token_ids)
+        self._served(salt, prompt, out)
         self._ledger.compare(prompt, out.token_ids)
 
     def _samples(self) -> None:
@@ -147,7 +148,7 @@ class Clients:
         if len(result.outputs) != n or not all(out.finish_reason for out in result.outputs):
             self._ledger.lose(f"{n} samples: {result}")
         for out in result.outputs:
-            self._served(salt, prompt, out.sequence_id, out.token_ids)
+            self._served(salt, prompt, out)
 
     def _beam(self) -> None:
         prompt, salt = self._prompt(), self._salt()
@@ -158,7 +159,7 @@ class Clients:
             keep_seconds=self._keep(),
         )
         for out in result.outputs:
-            self._served(salt, prompt, out.sequence_id, out.token_ids)
+            self._served(salt, prompt, out)
 
     def _fork(self) -> None:
         """Of several parents at once, at their ends or rewound, forced on or not."""
@@ -179,7 +180,7 @@ class Clients:
             branches.append(Branch(sequence_id, position=position, token_ids=forced or None))
         outs = self._clients[salt].fork(branches, temperature=0.0, **options)
         for start, out in zip(starts, outs, strict=True):
-            self._served(salt, start, out.sequence_id, out.token_ids)
+            self._served(salt, start, out)
             self._ledger.compare(start, out.token_ids)
 
     def _score(self) -> None:
@@ -307,14 +308,19 @@ class Clients:
 
     # ------------------------------------------------------------ choices
 
-    def _served(
-        self, salt: str, start: Sequence[int], sequence_id: str, token_ids: Sequence[int]
-    ) -> None:
+    def _served(self, salt: str, start: Sequence[int], out: Completion) -> None:
+        """Remember a sequence; now and then one that was not kept, and so is not there."""
         self._ledger.count("served")
-        self._kept = [*self._kept[-20:], (sequence_id, salt, [*start, *token_ids])]
+        if out.kept_seconds or self._random.random() < 0.1:
+            kept = (out.sequence_id, salt, [*start, *out.token_ids])
+            self._kept = [*self._kept[-20:], kept]
 
     def _prompt(self, longest: int = 24) -> list[int]:
-        return self._random.choices(TOKENS, k=self._random.randint(1, longest))
+        """Half of them from a few that come again and again."""
+        draw = self._random
+        if draw.random() < 0.5:
+            draw = random.Random(draw.randrange(40))
+        return draw.choices(TOKENS, k=draw.randint(1, longest))
 
     def _salt(self) -> str:
         return self._random.choice(SALTS)

@@ -23,7 +23,7 @@ from tests.service.process import FAULTY, Process
 from tests.soak.clients import Clients, Ledger
 
 THREADS = 6
-FAULTS_RATE = "0.003"  # of forward passes
+FAULTS_RATE = "0.006"  # of forward passes
 SETTLE_SECONDS = 15.0
 FLAGS = (
     *("--block-size", "4", "--num-gpu-blocks-override", "72", "--max-model-len", "128"),
