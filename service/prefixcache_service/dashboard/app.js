@@ -107,6 +107,5 @@ document.addEventListener("visibilitychange", () => {
   stale = stale || !document.hidden;
   poll();
 });
-byId("main").hidden = false;
-byId("pause").hidden = false;
+for (const id of ["main", "pause", "connection"]) byId(id).hidden = false;
 poll();

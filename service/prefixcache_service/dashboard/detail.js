@@ -56,7 +56,7 @@ function fill(panel, detail, blockSize, tree) {
   list(panel, "live", `Shared now by ${some(detail.num_live, "sequence")}`, detail.live, (id) => id, (id) => sequence(id, tree));
   list(panel, "kept", `Kept for ${some(detail.num_kept, "sequence")}`, detail.kept, (id) => id, (id) => sequence(id, tree));
   list(panel, "pins", `Held by ${some(detail.pins.length, "pin")}`, detail.pins, (pin) => pin.pin_id, (pin) => pinRow(pin, tree), (row, pin) => say(row.firstChild, `${some(pin.num_blocks, "block")}, ${duration(pin.seconds)} left `));
-  list(panel, "children", `Goes on in ${some(node.children, "way")}`, detail.children, (child) => child.id, (child) => childRow(child, tree));
+  list(panel, "children", `Goes on in ${some(node.children, "way")}`, detail.children, (child) => child.id, (child) => childRow(child, tree), (row, child) => say(row.lastChild, ` ${some(child.uses, "use")}`));
 }
 
 function list(panel, what, title, items, key, make, update = () => {}) {
@@ -75,5 +75,5 @@ function pinRow(pin, tree) {
 }
 
 function childRow(child, tree) {
-  return el("li", {}, el("button", { type: "button", class: "link", onclick: () => tree.select(child.id) }, nodeName(child)), ` ${some(child.uses, "use")}`);
+  return el("li", {}, el("button", { type: "button", class: "link", onclick: () => tree.select(child.id) }, nodeName(child)), el("span"));
 }

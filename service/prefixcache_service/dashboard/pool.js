@@ -97,7 +97,7 @@ export class PoolMap {
     const brush = this.canvas.getContext("2d");
     brush.scale(ratio, ratio);
     const palette = KINDS.map((kind) => rgb(colour(kind.colour)));
-    const gap = this.cell > 5 ? 1 : this.cell > 3 ? 0.5 : 0;
+    const gap = this.cell > 5 ? 1 : 0;
     for (let i = 0; i < this.cells; i += 1) {
       brush.fillStyle = this.mixed(i, palette);
       brush.fillRect((i % this.columns) * this.cell, Math.floor(i / this.columns) * this.cell, this.cell - gap, this.cell - gap);

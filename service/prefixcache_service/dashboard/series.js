@@ -1,7 +1,7 @@
 /** The past as the charts need it: counters in, rates by equal spans of time out. */
 
 const LONGEST = 900;
-const SPANS = [2, 5, 10, 15];
+const SPANS = [4, 8, 15];
 const MOST_BINS = 60;
 
 /** Samples of counters, oldest first. The server keeps some from before the page was opened. */
@@ -41,14 +41,21 @@ export class Series {
     }));
     const at = Object.fromEntries(this.columns.map((name, i) => [name, i]));
     for (let i = 1; i < this.rows.length; i += 1) {
-      const bin = bins[Math.floor((this.rows[i][0] - from) / step)];
-      if (!bin) continue;
+      const [before, after] = [this.rows[i - 1], this.rows[i]];
       for (const name of ["cached", "computed", "forked"]) {
         const column = at[`${name}_tokens`];
-        bin[name] += Math.max(0, this.rows[i][column] - this.rows[i - 1][column]);
+        const more = Math.max(0, after[column] - before[column]);
+        if (more) spread(bins, name, more, (before[0] - from) / step, (after[0] - from) / step);
       }
     }
     return { from, to: from + bins.length * step, step, bins };
+  }
+}
+
+/** Share what came between two samples out among the bins that they span; low, high: in bins. */
+function spread(bins, name, amount, low, high) {
+  for (let i = Math.max(0, Math.floor(low)); i < Math.min(high, bins.length); i += 1) {
+    bins[i][name] += (amount * (Math.min(high, i + 1) - Math.max(low, i))) / (high - low);
   }
 }
 
