@@ -5,12 +5,13 @@ import gc
 import os
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from prefixcache.config import DEFAULT_MODEL, EngineConfig
-from prefixcache.errors import PrefixCacheError
+from prefixcache.errors import ConfigurationError, PrefixCacheError
 from prefixcache_service.cli.config import ConfigFile, flag
 from prefixcache_service.cli.progress import progress
 from prefixcache_service.limits import DEFAULT_HOST, DEFAULT_HTTP_PORT, DEFAULT_PORT
@@ -18,6 +19,7 @@ from prefixcache_service.limits import DEFAULT_HOST, DEFAULT_HTTP_PORT, DEFAULT_
 if TYPE_CHECKING:
     from prefixcache.engine.engine import Engine
     from prefixcache_service.server import ServerConfig
+    from prefixcache_service.tracing import Tracing
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -110,6 +112,13 @@ Keepalive = Annotated[
     float,
     flag("Seconds of silence before a client is asked whether it is there.", min=1, max=7200),
 ]
+TracesEndpoint = Annotated[
+    str | None,
+    flag(
+        "Send traces to this OpenTelemetry collector, by OTLP over gRPC.",
+        metavar="http://HOST:4317",
+    ),
+]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], flag("Least level that is logged.")
 ]
@@ -148,6 +157,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     show_prompts: ShowPrompts = False,
     grace: Grace = 10.0,
     keepalive: Keepalive = 20.0,
+    otlp_traces_endpoint: TracesEndpoint = None,
     log_level: LogLevel = "info",
     config: ConfigFile = None,
 ) -> None:
@@ -171,14 +181,17 @@ def serve(  # noqa: PLR0917 (each is a flag)
     http_on = http_port if http else None
     where = ServerConfig(host, port, http_host, http_on, grace, access, keepalive)
     _exit_at_once(
-        asyncio.new_event_loop().run_until_complete(_serve(where, EngineConfig(**engine)))
+        asyncio.new_event_loop().run_until_complete(
+            _serve(where, EngineConfig(**engine), otlp_traces_endpoint)
+        )
     )
 
 
-async def _serve(where: "ServerConfig", config: EngineConfig) -> int:
+async def _serve(where: "ServerConfig", config: EngineConfig, traces: str | None) -> int:
     """Run a server; returns the exit code."""
     from prefixcache_service.server import Server  # noqa: PLC0415
 
+    tracing = None if traces is None else _tracing(traces)
     server = Server(where)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -186,7 +199,8 @@ async def _serve(where: "ServerConfig", config: EngineConfig) -> int:
     await server.open()
     stopping = asyncio.create_task(stop.wait())
     with progress() as report:
-        loading = asyncio.create_task(server.load(lambda: _make_engine(config, report)))
+        make = partial(_make_engine, config, report, tracing)
+        loading = asyncio.create_task(server.load(make))
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             return 0
@@ -205,15 +219,29 @@ async def _serve(where: "ServerConfig", config: EngineConfig) -> int:
     down = asyncio.create_task(server.engine_down())
     await asyncio.wait({stopping, down}, return_when=asyncio.FIRST_COMPLETED)
     await server.drain()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     return 0 if stop.is_set() else 1  # a supervisor starts it anew
 
 
-def _make_engine(config: EngineConfig, report: Any) -> "Engine":
+def _make_engine(config: EngineConfig, report: Any, tracing: "Tracing | None") -> "Engine":
     from prefixcache.engine.engine import Engine  # noqa: PLC0415 (brings in torch)
 
     engine = Engine(config, progress=report)
+    if tracing is not None:
+        engine.observers.add(tracing)
     gc.freeze()  # the model stays for good: collections need not walk over it
     return engine
+
+
+def _tracing(endpoint: str) -> "Tracing":
+    try:
+        from prefixcache_service.tracing import Tracing, otlp_processor  # noqa: PLC0415 (an extra)
+    except ImportError:
+        raise ConfigurationError(
+            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'prefixcache[tracing]'"
+        ) from None
+    return Tracing(otlp_processor(endpoint))
 
 
 def _on_signal(stop: asyncio.Event) -> None:
