@@ -9,12 +9,17 @@ ARGS ?=
 # What `make gpu-check` runs on: the GPU that is there, or "cpu" for toy sizes in an interpreter.
 DEVICE ?=
 
-.PHONY: help demo serve test test-all gpu-check check format proto clean
+# How long `make soak` runs.
+SECONDS ?= 1800
+
+.PHONY: help demo serve test test-all soak load gpu-check check format proto clean
 
 help:
 	@echo "make demo      install, fetch the default model, start a server, run a guided tour"
 	@echo "make serve     keep a server up (ARGS='--port 50100' passes flags on)"
 	@echo "make test      the tests, a few minutes      make test-all   the slow ones too"
+	@echo "make soak      everything at once for half an hour (SECONDS=120 ARGS='--seed 7')"
+	@echo "make load      latency against offered rate, beside a peer's server"
 	@echo "make gpu-check what only a GPU can show (DEVICE=cpu: toy sizes, interpreted)"
 	@echo "make check     format, lint, types, import rule, generated stubs"
 	@echo "make format    apply the format              make proto      generate the stubs"
@@ -41,6 +46,12 @@ test: $(VENV)/model
 
 test-all: $(VENV)/model
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/model
+	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
+
+load: $(VENV)/model
+	$(BIN)/python -m benchmarks.load --json $(ARGS)
 
 gpu-check: $(VENV)/installed
 	$(BIN)/python -m benchmarks.gpu_check $(if $(DEVICE),--device $(DEVICE)) $(ARGS)

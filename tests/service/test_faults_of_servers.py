@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache.errors import Cancelled, Internal, ResourceExhausted, Unavailable
 from prefixcache_service import Branch, Client
+from tests.model.checkpoints import write_gguf
 from tests.service.process import FAULTY, Process
 
 PROMPT = list(range(10, 40))
@@ -212,3 +214,21 @@ def test_a_jump_of_the_wall_clock_ends_nothing(flags, clock, days):
     assert code == 0
     years = set(re.findall(r"ts=(\d{4}-\d\d-\d\d)", err))
     assert len(years) >= 2  # its wall clock did jump
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_a_model_that_is_cut_off_is_refused_in_one_sentence(kind, checkpoint, tmp_path):
+    """And what a header claims is never believed: see tests/model for each lie."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    file = model / "model.safetensors"
+    if kind == "gguf":
+        model = file = write_gguf(tmp_path / "cut.gguf", checkpoint)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with Process("--model", str(model), "--port", "0") as process:
+        code, out, err = process.end(60)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith("error: ")
+    assert file.name in err
+    assert "Traceback" not in err

@@ -133,9 +133,10 @@ class Clients:
 
     def _generate(self) -> None:
         prompt, salt = self._prompt(), self._salt()
-        out = self._clients[salt].generate(
+        result = self._clients[salt].generate(
             prompt, temperature=0.0, priority=self._random.randint(-1, 1), **self._options()
         )
+        (out,) = result.outputs
         self._served(salt, prompt, out)
         self._ledger.compare(prompt, out.token_ids)
 
