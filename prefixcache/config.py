@@ -36,6 +36,7 @@ class EngineConfig:
     enforce_eager: launch every step kernel by kernel; else decode steps are replayed from graphs
         that are captured at start, where the kernels allow it (Triton's).
     num_threads: CPU threads of the model; None leaves it to torch.
+    metrics_tenants: cache salts whose tokens are counted apart, the first so many; 0: none.
     """
 
     model: str = DEFAULT_MODEL
@@ -60,6 +61,7 @@ class EngineConfig:
     batch_invariant: bool = False
     enforce_eager: bool = False
     num_threads: int | None = None
+    metrics_tenants: int = 0
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype {self.dtype!r}")
@@ -97,6 +99,7 @@ class EngineConfig:
             _require(self.num_threads >= 1, "num_threads must be at least 1")
         if self.seed is not None:
             _require(0 <= self.seed < 2**64, "seed must be a whole number of 64 bits")
+        _require(self.metrics_tenants >= 0, "metrics_tenants must not be negative")
         _require(self.max_leases >= 0, "max_leases must not be negative")
         _require(self.max_keep_seconds >= 0, "max_keep_seconds must not be negative")
 

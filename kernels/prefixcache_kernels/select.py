@@ -16,7 +16,12 @@ BACKENDS = ("auto", "triton", "cpu", "torch")
 
 
 def select_kernels(
-    name: str, device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    batch_invariant: bool = False,
+    activation_quantization: str | None = None,
 ) -> Kernels:
     """Return the backend called `name`.
 
@@ -26,14 +31,18 @@ def select_kernels(
             on a GPU, the compiled one where it serves, else torch; the log says why.
         device, dtype: where and in what the kernels compute.
         batch_invariant: rows must not depend on each other. On the CPU they never do.
+        activation_quantization: None, or "int8": linear layers quantise their input in groups of 32
+            where the weights are Q8_0, Q4_0 or Q4_1. Only the compiled kernels do.
 
     Raises:
         ValueError: no such backend, or it does not serve this device and dtype, or cannot promise
             what `batch_invariant` asks for.
-        BuildError: "cpu" was asked for and cannot be compiled here.
+        BuildError: "cpu" or "int8" was asked for and cannot be compiled here.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r}: one of {', '.join(map(repr, BACKENDS))}")
+    if activation_quantization is not None:
+        return _int8_kernels(name, device, dtype, activation_quantization)
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         triton = _triton(name, device, dtype, batch_invariant)
         if triton is not None:
@@ -52,6 +61,19 @@ def select_kernels(
             raise
         _log.warning("CPU kernels are not available, using torch's: %s", error)
         return TorchKernels(device, dtype)
+
+
+def _int8_kernels(
+    name: str, device: torch.device, dtype: torch.dtype, activation_quantization: str
+) -> Kernels:
+    if activation_quantization != "int8":
+        raise ValueError(f"activation_quantization {activation_quantization!r}: None or 'int8'")
+    if name not in ("auto", "cpu") or device.type != "cpu" or dtype != torch.float32:
+        raise ValueError(
+            "activation_quantization 'int8': served by backend 'cpu' in float32, not by "
+            f"{name!r} in {dtype} on {device.type}"
+        )
+    return CpuKernels(_library(), int8=True)
 
 
 def _triton(

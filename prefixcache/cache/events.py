@@ -1,17 +1,25 @@
 """What the cache tells those who watch it: synchronously, so observers must not block."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 
-class CacheObserver(Protocol):
-    """Subscribes to changes of the trie through `BlockManager.observers`."""
+class CacheObserver:
+    """Watches the trie from `BlockManager.observers`. Subclasses override what they want."""
 
     def stored(self, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
         """Computed blocks entered the trie behind the block (or namespace) `parent`.
 
         tokens: little-endian uint32, block_size of them for each digest.
         """
+
+    def idled(self, digests: bytes) -> None:
+        """A sequence ended and left a run of blocks that nobody uses now, 16 bytes each.
+
+        The runs of one sequence come from the deepest to the root.
+        """
+
+    def evicted(self, digest: bytes, idle_since: float) -> None:
+        """A block must make room; `removed` follows. idle_since: a time of the trie's clock."""
 
     def removed(self, digests: Sequence[bytes]) -> None:
         """Blocks left the trie: evicted or flushed."""

@@ -11,8 +11,9 @@ The life of a sequence's blocks:
                                                lease ──┘─ resume       soft hold, then a table
 """
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ class BlockManager:
     digest: names blocks; its seed should be secret.
     enable_caching: when off, blocks of ended sequences are the first to be reused; give each
     request a namespace of its own, so that nothing matches.
-    max_pinned_blocks: what all pins together may hold.
+    max_pinned_blocks: what all pins together may hold. clock: of ages and idle times, seconds.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class BlockManager:
         *,
         enable_caching: bool = True,
         max_pinned_blocks: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self.trie = PrefixTrie(block_size, digest)
+        self.trie = PrefixTrie(block_size, digest, clock)
         self.in_flight = InFlightIndex(self.trie, block_size)
         self.tables: set[BlockTable] = set()
         self.leases: set[Lease] = set()
@@ -317,7 +319,10 @@ class BlockManager:
         self.in_flight.remove(table)
         for tail in table.tail:
             self._drop_tail(tail)
-        self.trie.drop(table.node, PRUNED if pruned or not self._enable_caching else priority)
+        level = PRUNED if pruned or not self._enable_caching else priority
+        for node in self.trie.drop(table.node, level):
+            for observer in self.observers:
+                observer.idled(bytes(node.digests))
 
     def _drop_tail(self, tail: TailBlock) -> None:
         tail.hard -= 1
@@ -407,9 +412,12 @@ class BlockManager:
             tail.block = -1
             self.num_evicted += 1
         elif node is not None:
+            idle_since = node.idle_since
             block, digest = self.trie.pop(node)
             self.pool.give(block)
             self.num_evicted += 1
+            for observer in self.observers:
+                observer.evicted(digest, idle_since)
             self._notify_removed([digest])
 
     def _notify_stored(self, parent: bytes, digests: list[bytes], tokens: bytearray) -> None:

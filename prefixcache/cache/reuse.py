@@ -3,13 +3,13 @@
 Owns an order of last use over sampled digests, and counts of the distances at which they came back.
 Knows neither trie nor blocks: whoever sees prompts and ends of sequences feeds it.
 
-Method: stack distances. A least-recently-used pool of C blocks holds just the C blocks used last, so
-a block is hit there exactly if fewer than C others were used since its own last use, and one pass
-gives the whole curve. As in SHARDS (Waldspurger et al., FAST '15) only blocks whose digest falls
-below a threshold are followed, a share `rate` of all; a distance among them stands for 1 / rate as
-many. Two things differ, for a server that runs for months: blocks farther than the largest size
-asked for are dropped, which bounds the memory at a fixed rate; and counts are halved from time to
-time, so that the curve is that of the last million blocks or two.
+Method: stack distances. A least-recently-used pool of C blocks holds just the C blocks used last,
+so a block is hit there exactly if fewer than C others were used since its own last use, and one
+pass gives the whole curve. As in SHARDS (Waldspurger et al., FAST '15) only blocks whose digest
+falls below a threshold are followed, a share `rate` of all; a distance among them stands for
+1 / rate as many. Two things differ, for a server that runs for months: blocks farther than the
+largest size asked for are dropped, which bounds the memory at a fixed rate; and counts are halved
+from time to time, so that the curve is that of the last million blocks or two.
 
 Prefixes. The pool evicts leaves first, and what falls idle does so deepest first; so a sequence's
 blocks are put in order from the deepest to the root, and no block is ever farther than those behind
@@ -17,8 +17,8 @@ it, in the sample as in the pool. Hits at any size are then a prefix of the prom
 sequence holds the front of a prompt, it may be older than what is behind it; it is there all the
 same, hence the running minimum in `access`.
 
-Anchor. What the real pool hit is known exactly. The estimate is moved so that it says the same at the
-real size; its errors at other sizes, which are mostly the same error, shrink with it.
+Anchor. What the real pool hit is known exactly. The estimate is moved so that it says the same at
+the real size; its errors at other sizes, which are mostly the same error, shrink with it.
 
 Left out: levels of priority, pins and leases (all blocks count as equal), that blocks in use cannot
 go, and what a pool of another size would have scheduled differently.
@@ -108,7 +108,10 @@ class ReuseCurve:
                 del self._times[bisect_left(self._times, time)]
 
     def hit_rates(self, sizes: Iterable[int]) -> tuple[float | None, ...]:
-        """Share of the blocks asked for that pools of these sizes would have held; None: of none."""
+        """Share of the blocks asked for that pools of these sizes would have held.
+
+        None before any was asked for.
+        """
         if not self._blocks:
             return tuple(None for _ in sizes)
         anchor, *estimates = self._estimates([self._size, *sizes])

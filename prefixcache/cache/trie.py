@@ -36,6 +36,7 @@ class Node:
         "digests",
         "end",
         "hard",
+        "idle_since",
         "leases",
         "level",
         "parent",
@@ -63,6 +64,8 @@ class Node:
         self.queued: int | None = None
         self.leases: set[Lease] | None = None
         self.born = now
+        self.idle_since = now
+        """When the last holder let go of it; of no meaning while it is in use."""
         self.used = now
         self.uses = 0
         """Requests that began on this run; the one that made it is not counted."""
@@ -221,7 +224,7 @@ class PrefixTrie:
         cut = end - node.start
         token_cut, digest_cut = cut * self._block_bytes, cut * DIGEST_BYTES
         upper = Node(node.parent, end, node.born)
-        upper.used, upper.uses = node.used, node.uses
+        upper.used, upper.uses, upper.idle_since = node.used, node.uses, node.idle_since
         upper.tokens, node.tokens = node.tokens[:token_cut], node.tokens[token_cut:]
         upper.digests, node.digests = node.digests[:digest_cut], node.digests[digest_cut:]
         upper.blocks, node.blocks = node.blocks[:cut], node.blocks[cut:]
@@ -260,18 +263,24 @@ class PrefixTrie:
                 self.idle.remove(up)
             up = up.parent
 
-    def drop(self, node: Node, level: int) -> None:
-        """Give a hard reference back; blocks that nobody uses now stay as cache, at this level."""
+    def drop(self, node: Node, level: int) -> list[Node]:
+        """Give a hard reference back; blocks that nobody uses now stay as cache, at this level.
+
+        Returns their nodes, the deepest first.
+        """
         node.level = min(node.level, level)
+        fallen: list[Node] = []
         while True:
             node.hard -= 1
             if node.hard:
-                return
+                return fallen
             up = node.parent
             if up is None:
                 self._drop_root_if_empty(node)
-                return
+                return fallen
+            node.idle_since = self.clock()
             self.idle.add(node)
+            fallen.append(node)
             up.level = min(up.level, node.level)
             node = up
 

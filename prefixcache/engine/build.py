@@ -12,6 +12,7 @@ import torch
 
 from prefixcache.cache import BlockDigest, BlockManager
 from prefixcache.config import EngineConfig
+from prefixcache.engine.cache_metrics import CacheMetrics
 from prefixcache.engine.event_log import EventLog
 from prefixcache.engine.model_runner import ModelRunner
 from prefixcache.engine.requests import RequestBuilder
@@ -50,9 +51,13 @@ class Parts:
     sampler: Sampler
     requests: RequestBuilder
     event_log: EventLog
+    cache_metrics: CacheMetrics
+    bytes_per_block: int
 
 
-def build_parts(config: EngineConfig, progress: Progress | None) -> Parts:
+def build_parts(
+    config: EngineConfig, progress: Progress | None, clock: Callable[[], float]
+) -> Parts:
     """Make the parts of an engine. Raises ModelError or ConfigurationError."""
     report = progress or (lambda step, done, total: None)
     device, dtype = _device_and_dtype(config)
@@ -81,7 +86,7 @@ def build_parts(config: EngineConfig, progress: Progress | None) -> Parts:
     graphs = _capture(config, decoder, kv_cache, length, report)
     report("check same bits", 0, 1)
     same_bits = _same_bits(decoder, dtype)
-    manager = _manager(config, num_blocks, length)
+    manager = _manager(config, num_blocks, length, clock)
     event_log = EventLog(config.block_size)
     manager.observers.append(event_log)
     return Parts(
@@ -112,6 +117,10 @@ def build_parts(config: EngineConfig, progress: Progress | None) -> Parts:
             max_model_len=length,
         ),
         event_log=event_log,
+        cache_metrics=CacheMetrics(
+            manager, enabled=config.enable_prefix_caching, seed=secrets.randbits(64)
+        ),
+        bytes_per_block=per_block,
     )
 
 
@@ -144,7 +153,9 @@ def _same_bits(decoder: Decoder, dtype: torch.dtype) -> bool:
     return not failures
 
 
-def _manager(config: EngineConfig, num_blocks: int, longest: int) -> BlockManager:
+def _manager(
+    config: EngineConfig, num_blocks: int, longest: int, clock: Callable[[], float]
+) -> BlockManager:
     """The pool; all pins together leave room for one sequence of the maximum length."""
     seed = secrets.randbits(64) if config.digest_seed is None else config.digest_seed
     reserve = -(-longest // config.block_size)
@@ -154,6 +165,7 @@ def _manager(config: EngineConfig, num_blocks: int, longest: int) -> BlockManage
         BlockDigest(seed),
         enable_caching=config.enable_prefix_caching,
         max_pinned_blocks=max(min(num_blocks // 2, num_blocks - reserve), 0),
+        clock=clock,
     )
 
 

@@ -3,10 +3,12 @@
 Owns no state: it reads the engine's parts and asks their owners to change theirs.
 """
 
+import dataclasses
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from prefixcache.cache import BlockManager, BlockTable, token_bytes
+from prefixcache.cache import BlockTable, token_bytes
 from prefixcache.cache.table import Holding
 from prefixcache.cache.trie import Node
 from prefixcache.engine.inspect import MAX_LISTED, Held
@@ -32,7 +34,7 @@ from prefixcache.engine.messages import (
     UnsubscribeEvents,
 )
 from prefixcache.engine.registry import Entry
-from prefixcache.engine.sequence import State
+from prefixcache.engine.sequence import SequenceGroup, State
 from prefixcache.engine.views import CacheView, PinView
 from prefixcache.errors import FailedPrecondition, Internal, InvalidArgument, PrefixCacheError
 
@@ -187,30 +189,37 @@ def _cache_view(engine: "Engine", call: InspectCache) -> CacheView:
 
 
 def _stats(engine: "Engine") -> CacheStats:
-    manager: BlockManager = engine.manager
-    scheduler, counters = engine.scheduler, engine.counters
+    manager, scheduler, metrics = engine.manager, engine.scheduler, engine.metrics
+    counters, held = metrics.counters, Held(manager)
+    shared = held.sharers[held.sharers > 1]
+    preempted = [group for group in scheduler.waiting if metrics.was_admitted(group)]
     return CacheStats(
         block_size=engine.config.block_size,
+        bytes_per_block=engine.bytes_per_block,
         blocks_total=engine.num_blocks,
         blocks_free=manager.num_free,
         blocks_evictable=manager.num_evictable,
         blocks_in_use=manager.num_in_use,
         blocks_pinned=manager.num_pinned(),
-        sequences_running=sum(len(group.live) for group in scheduler.running),
-        sequences_waiting=sum(len(group.live) for group in scheduler.waiting),
+        blocks_leased=len(held.leased_blocks()),
+        blocks_shared=len(shared),
+        blocks_saved=int((shared - 1).sum()),
+        sequences_running=_num_live(scheduler.running),
+        sequences_waiting=_num_live(scheduler.waiting),
+        sequences_preempted=_num_live(preempted),
         sequences_kept=engine.registry.num_kept,
-        prompt_tokens=scheduler.counters.prompt_tokens,
-        cached_tokens=scheduler.counters.cached_tokens,
-        forked_tokens=scheduler.counters.forked_tokens,
-        computed_tokens=scheduler.counters.computed_tokens,
-        recomputed_tokens=scheduler.counters.recomputed_tokens,
-        completion_tokens=counters.completion_tokens,
-        preemptions=scheduler.counters.preemptions,
+        **dataclasses.asdict(counters),
         forks=manager.num_forks,
         block_copies=manager.num_copies,
         evicted_blocks=manager.num_evicted,
-        requests_finished=counters.requests_finished,
-        requests_aborted=counters.requests_aborted,
-        requests_failed=counters.requests_failed,
         same_bits=engine.same_bits,
+        misses=dict(metrics.cache.misses),
+        finish_reasons=dict(metrics.finish_reasons),
+        size_curve=metrics.cache.size_curve(),
+        histograms=metrics.histograms(),
+        tenants=metrics.tenants(),
     )
+
+
+def _num_live(groups: Iterable[SequenceGroup]) -> int:
+    return sum(len(group.live) for group in groups)

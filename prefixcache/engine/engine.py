@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import TypeVar
 
 from prefixcache.cache import check_integrity
@@ -35,6 +34,7 @@ from prefixcache.engine.messages import (
     Usage,
     num_indexes,
 )
+from prefixcache.engine.metrics import EngineMetrics
 from prefixcache.engine.outputs import RequestOutput
 from prefixcache.engine.registry import Registry
 from prefixcache.engine.sampler import NO_TOKEN
@@ -55,16 +55,6 @@ Decoding = SamplingParams | BeamSearchParams
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class EngineCounters:
-    """Since the start. Every admitted request ends in exactly one of finished, aborted, failed."""
-
-    completion_tokens: int = 0
-    requests_finished: int = 0
-    requests_aborted: int = 0
-    requests_failed: int = 0
-
-
 class Engine:
     """A model, its KV blocks, and the requests on them.
 
@@ -82,7 +72,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         injection: Injection | None = None,
     ) -> None:
-        parts = build_parts(config, progress)
+        parts = build_parts(config, progress, clock)
         self.config = config
         self.model_config = parts.model_config
         self.model_name = parts.model_name
@@ -90,14 +80,16 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self.num_blocks = parts.manager.pool.num_blocks
         self.same_bits = parts.same_bits
+        self.bytes_per_block = parts.bytes_per_block
         self.manager = parts.manager
         self.scheduler = parts.scheduler
         self.event_log = parts.event_log
         self.requests = parts.requests
-        self.counters = EngineCounters()
         self.observers = parts.scheduler.observers
         self.registry = Registry(parts.manager, clock)
+        self.metrics = EngineMetrics(parts.cache_metrics, clock, max_tenants=config.metrics_tenants)
         self.inspector = Inspector(self)
+        self.observers.add(self.metrics)
         self.observers.add(self.inspector)
         self._beams = BeamRunner(parts.scheduler, self.registry, parts.requests)
         self._clock = clock
@@ -135,7 +127,6 @@ class Engine:
                 self._events.extend(answer(self, command))
 
     def _refuse(self, command: Generate | Fork | Score, error: PrefixCacheError) -> None:
-        self.counters.requests_failed += 1
         self._events.append(Failed(command.request_id, error))
         self.observers.ended(command.request_id, None, error)
 
@@ -316,7 +307,6 @@ class Engine:
         sequence.tokens.append(token)
         if sequence.sampler_state is not None:
             sequence.sampler_state.append(token)
-        self.counters.completion_tokens += 1
         self.observers.sampled(sequence, group)
         enough = sequence.num_generated >= sequence.params.min_tokens
         stopped = enough and token in sequence.stop_ids
@@ -368,8 +358,6 @@ class Engine:
         self.observers.finished(sequence, group, reason)
         if not group.live:
             del self._groups[group.request_id]
-            self.counters.requests_aborted += aborted
-            self.counters.requests_finished += not aborted
             self.observers.ended(group.request_id, group, None)
 
     def _fail(self, group: SequenceGroup, error: PrefixCacheError) -> None:
@@ -378,7 +366,6 @@ class Engine:
             self.registry.end(sequence)
             self.scheduler.finish(sequence, group, pruned=True)
         if self._groups.pop(group.request_id, None) is not None:
-            self.counters.requests_failed += 1
             self._events.append(Failed(group.request_id, error))
             self.observers.ended(group.request_id, group, error)
 
@@ -406,13 +393,9 @@ class Engine:
             return
         self._events += events
         del self._groups[group.request_id]
-        ends = [event for event in events if isinstance(event, Finished)]
-        for end in ends:
-            self.observers.finished(group.first, group, end.reason)
-        self.counters.completion_tokens += sum(end.usage.completion_tokens for end in ends)
-        aborted = ends[0].reason == "abort"
-        self.counters.requests_aborted += aborted
-        self.counters.requests_finished += not aborted
+        for event in events:
+            if isinstance(event, Finished):
+                self.observers.finished(group.first, group, event.reason)
         self.observers.ended(group.request_id, group, None)
 
     # ------------------------------------------------------------ for callers in this process

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from prefixcache.cache import CacheObserver
 from prefixcache.engine.messages import CacheEvent, CacheEvents, SubscribeEvents
 from prefixcache.errors import FailedPrecondition
 
@@ -33,8 +34,8 @@ class _Record:
         )
 
 
-class EventLog:
-    """Implements CacheObserver. Numbers begin at 1 and have no gaps."""
+class EventLog(CacheObserver):
+    """Numbers begin at 1 and have no gaps."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -52,18 +52,6 @@ class ScheduledStep:
     full: list[tuple[Sequence, SequenceGroup]]
 
 
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Token counts of admissions, each token once; work done again is apart."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    forked_tokens: int = 0
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
-    preemptions: int = 0
-
-
 class Scheduler:
     """Continuous batching over one block manager.
 
@@ -82,7 +70,6 @@ class Scheduler:
         self.manager = manager
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
-        self.counters = SchedulerCounters()
         self.observers = Observers()
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
@@ -149,7 +136,6 @@ class Scheduler:
 
     def _preempt(self, group: SequenceGroup) -> None:
         """Take a group's blocks; what it has published stays matchable until it is needed."""
-        self.counters.preemptions += 1
         for sequence in group.live:
             row = self._rows.pop(sequence, None)
             self._budget += row.count if row else 0
@@ -241,22 +227,12 @@ class Scheduler:
         return self.manager.admit(group.namespace, data, match)
 
     def _count(self, sequence: Sequence, group: SequenceGroup) -> None:
-        """Account for an admission: by source the first time, as recomputed after that."""
-        start, length = sequence.num_computed, len(sequence.tokens)
+        """Note where the tokens of a sequence come from, once: not again after a preemption."""
         again, sequence.counted = sequence.counted, True
-        if again:
-            self.counters.recomputed_tokens += length - start
-        else:
-            self._count_sources(sequence, start, length)
+        if not again:
+            sequence.num_forked_tokens = min(sequence.num_computed, sequence.fork_position)
+            sequence.num_cached_tokens = sequence.num_computed - sequence.num_forked_tokens
         self.observers.admitted(sequence, group, again=again)
-
-    def _count_sources(self, sequence: Sequence, start: int, length: int) -> None:
-        sequence.num_forked_tokens = min(start, sequence.fork_position)
-        sequence.num_cached_tokens = start - sequence.num_forked_tokens
-        self.counters.prompt_tokens += length
-        self.counters.forked_tokens += sequence.num_forked_tokens
-        self.counters.cached_tokens += sequence.num_cached_tokens
-        self.counters.computed_tokens += length - start
 
     # ------------------------------------------------------------ after a step
 

@@ -81,6 +81,7 @@ class Decoder:
         max_model_len: int,
         backend: str = "auto",
         batch_invariant: bool = False,
+        activation_quantization: str | None = None,
     ) -> "Decoder":
         """Read the weights and lay them out for the kernels.
 
@@ -88,7 +89,8 @@ class Decoder:
             checkpoint: of `load_checkpoint`; one tensor is read at a time.
             device, dtype: where and in what the decoder computes.
             max_model_len: longest sequence in tokens; sizes the rotary table.
-            backend, batch_invariant: of `prefixcache_kernels.select_kernels`.
+            backend, batch_invariant, activation_quantization: of
+                `prefixcache_kernels.select_kernels`.
 
         Raises:
             ModelError: a length that the rope scaling does not serve, or a broken tensor.
@@ -100,7 +102,13 @@ class Decoder:
                 f"num_heads {config.num_heads} is no multiple of num_kv_heads {config.num_kv_heads}"
             )
         rope = rope_table(config, max_model_len).to(device)
-        kernels = select_kernels(backend, device, dtype, batch_invariant=batch_invariant)
+        kernels = select_kernels(
+            backend,
+            device,
+            dtype,
+            batch_invariant=batch_invariant,
+            activation_quantization=activation_quantization,
+        )
         reader = _Reader(checkpoint.weights, kernels, device, dtype)
         tied = config.tie_embeddings
         lm_head = reader.linear(["model.embed_tokens" if tied else "lm_head"], bias=False)

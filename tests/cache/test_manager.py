@@ -17,6 +17,7 @@ from prefixcache.cache import (
     BlockDigest,
     BlockManager,
     BlockTable,
+    CacheObserver,
     NoFreeBlocks,
     check_integrity,
     digest,
@@ -444,7 +445,7 @@ def test_pins_hold_blocks_and_have_a_limit() -> None:
     check_integrity(manager)
 
 
-class Log:
+class Log(CacheObserver):
     """A cache observer."""
 
     def __init__(self) -> None:

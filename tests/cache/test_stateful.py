@@ -25,6 +25,7 @@ from prefixcache.cache import (
     BlockDigest,
     BlockManager,
     BlockTable,
+    CacheObserver,
     Lease,
     NoFreeBlocks,
     Pin,
@@ -50,7 +51,7 @@ class LiveSequence:
         self.table = table
 
 
-class StoredPrefixes:
+class StoredPrefixes(CacheObserver):
     """Follows cache events: which token prefixes the trie holds, by digest."""
 
     def __init__(self, digest: object) -> None:

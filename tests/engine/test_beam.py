@@ -209,7 +209,7 @@ def test_a_preempted_search_gives_the_same(checkpoint: Path, engine) -> None:
     crowd = [[20 + i, *PROMPT] for i in range(4)]
     each = [*[SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 4, params]
     outputs = small.generate([*crowd, PROMPT], each)
-    assert small.scheduler.counters.preemptions > 0
+    assert small.metrics.counters.preemptions > 0
     assert [(o.token_ids, o.score) for o in outputs[-1].outputs] == [
         (o.token_ids, o.score) for o in quiet.outputs
     ]

@@ -190,6 +190,6 @@ def test_waste_is_one_partial_block_a_sequence_at_every_step(
             driver.fork(f"fork of {index}", branch, branch)
     while engine.has_work:
         step()
-    assert engine.scheduler.counters.preemptions > 0
+    assert engine.metrics.counters.preemptions > 0
     assert steps > 50
     assert all(output.finished for output in driver.outputs.values())

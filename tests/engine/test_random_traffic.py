@@ -73,6 +73,6 @@ def check_seed(checkpoint: Path, quiet: Engine, seed: int) -> None:
     engine = traffic.engine
     assert compare(traffic, quiet) > 50
     assert engine.manager.num_in_use == engine.manager.num_pinned()
-    counters = engine.scheduler.counters
+    counters = engine.metrics.counters
     sources = counters.cached_tokens + counters.forked_tokens + counters.computed_tokens
     assert sources == counters.prompt_tokens

@@ -176,8 +176,8 @@ def test_a_forced_preemption(
     )
     prompts = [prompt(30, seed=i) for i in range(4)]
     outputs = engine.generate(prompts, long)
-    assert engine.scheduler.counters.preemptions > 0
-    assert engine.scheduler.counters.recomputed_tokens > 0
+    assert engine.metrics.counters.preemptions > 0
+    assert engine.metrics.counters.recomputed_tokens > 0
     for output, tokens in zip(outputs, prompts, strict=True):
         assert bits(output.outputs[0]) == cold(tokens, long, case.family)
 
@@ -191,7 +191,7 @@ def test_a_preempted_group_of_samples(
     first = driver.start("first", prompt(30, seed=1), replace(params, max_tokens=60))
     group = driver.start("group", prompt(30, seed=2), replace(params, n=4, max_tokens=30))
     driver.finish()
-    assert engine.scheduler.counters.preemptions > 0
+    assert engine.metrics.counters.preemptions > 0
     assert bits(first.outputs[0]) == cold(prompt(30, seed=1), replace(params, max_tokens=60))
     for output in group.outputs:
         alone = replace(params, max_tokens=30, stream_key=output.stream_key)
@@ -463,7 +463,7 @@ def test_smollm2_gives_the_same_bits_however_it_is_served(
     others = [tokens[i : i + 14] for i in range(3)]
     more = replace(GREEDY, max_tokens=36)
     outputs = busy.generate([*others, tokens, tokens], [more, more, more, *long])
-    assert busy.scheduler.counters.preemptions > 0
+    assert busy.metrics.counters.preemptions > 0
     assert [bits(output.outputs[0]) for output in outputs[3:]] == expected
 
     driver = Driver(smollm2)

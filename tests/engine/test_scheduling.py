@@ -69,7 +69,7 @@ def test_pr_02_a_preempted_sequence_loses_and_repeats_nothing(
                     engine.manager.flush()
                 driver.step()
                 counts.append((len(sequence.tokens), sequence.table.num_blocks))
-        counters = engine.scheduler.counters
+        counters = engine.metrics.counters
         assert counters.preemptions == (name == "disturbed")
         if name == "disturbed":  # KV of `length` - 1 tokens was there, its full blocks still are
             found = (length - 1) // 4 * 4 if not evicted else 0
@@ -93,7 +93,7 @@ def test_pr_04_history_holds_each_token_once(
     assert 0 < len(output.outputs[0].token_ids) < 20
     driver.preempt("twice")
     driver.finish()
-    assert engine.scheduler.counters.preemptions == 2
+    assert engine.metrics.counters.preemptions == 2
     assert bits(output.outputs[0]) == solo_bits(solo, tokens, replace(SAMPLED, max_tokens=20))
     history = np.array([*tokens, *output.outputs[0].token_ids], np.uint32)
     assert len(history) == 50
@@ -126,7 +126,7 @@ def test_pr_06_prompt_logprobs_survive_preemption(
     driver.step(after)
     driver.preempt("scored")
     driver.finish()
-    assert engine.scheduler.counters.preemptions == 1
+    assert engine.metrics.counters.preemptions == 1
     assert len(output.prompt_logprobs) == 12
     assert output.prompt_logprobs[0] is None
     assert output.prompt_logprobs == expected.prompt_logprobs
@@ -145,7 +145,7 @@ def test_the_oldest_of_the_most_urgent_is_never_preempted(
     finished: list[str] = []
     while engine.has_work:
         finished += [e.request_id for e in driver.step() if isinstance(e, Finished)]
-    assert engine.scheduler.counters.preemptions > 0
+    assert engine.metrics.counters.preemptions > 0
     # Within a level the one that came first: "second" was queued before "first".
     assert finished == ["late and urgent", "second", "first", "idle"]
     for index, (name, _) in enumerate(reversed(order)):
@@ -171,8 +171,8 @@ def test_rc_01_an_aborted_group_stops_and_frees_its_blocks(make_engine: MakeEngi
     assert [(event.index, event.reason) for event in events] == [(i, "abort") for i in range(4)]
     assert [event.usage.completion_tokens for event in events] == [3, 3, 3, 3]
     assert driver.step(2) == []
-    assert engine.counters.completion_tokens == 12
-    assert engine.counters.requests_aborted == 1
+    assert engine.metrics.counters.completion_tokens == 12
+    assert engine.metrics.counters.requests_aborted == 1
 
 
 def test_rc_01_an_abort_in_mid_prefill_before_any_token(make_engine: MakeEngine) -> None:
@@ -187,7 +187,7 @@ def test_rc_01_an_abort_in_mid_prefill_before_any_token(make_engine: MakeEngine)
     events = driver.step()
     assert [(event.index, event.reason) for event in events] == [(i, "abort") for i in range(4)]
     assert [event.usage.prompt_tokens for event in events] == [40, 0, 0, 0]
-    assert engine.counters.completion_tokens == 0
+    assert engine.metrics.counters.completion_tokens == 0
 
 
 def test_rc_06_a_request_that_never_ran_can_be_aborted(make_engine: MakeEngine, solo: Solo) -> None:
@@ -204,7 +204,7 @@ def test_rc_06_a_request_that_never_ran_can_be_aborted(make_engine: MakeEngine, 
     for name in ("waits", "waits", "unknown"):
         driver.abort(name)
     assert [group.request_id for group in engine.scheduler.waiting] == ["next"]
-    assert engine.counters.requests_aborted == 1
+    assert engine.metrics.counters.requests_aborted == 1
     driver.finish()
     assert driver.outputs["waits"].outputs[0].finish_reason == "abort"
     assert driver.outputs["waits"].outputs[0].token_ids == []
@@ -255,7 +255,7 @@ def test_sc_01_what_can_never_fit_is_refused_at_once(make_engine: MakeEngine, so
     driver.finish()
     expected = solo_bits(solo, prompt(3, seed=1), GREEDY)
     assert bits(driver.outputs["behind"].outputs[0]) == expected
-    assert engine.counters.requests_failed == 3
+    assert engine.metrics.counters.requests_failed == 3
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -269,7 +269,7 @@ def test_sc_01_a_lone_grower_ends_with_length(n: int, make_engine: MakeEngine, s
         if engine.has_work:
             driver.step()
     assert output.finished
-    assert engine.scheduler.counters.preemptions == 0
+    assert engine.metrics.counters.preemptions == 0
     assert [sample.finish_reason for sample in output.outputs] == ["length"] * n
     lengths = [len(sample.token_ids) for sample in output.outputs]
     assert max(lengths) == 14  # as others end, one gets to the model's length
@@ -305,10 +305,10 @@ def test_sc_08_a_chunked_prefill_never_asks_for_its_cached_part(
     shared = prompt(28)
     engine.generate([shared], params)
     assert engine.manager.num_evictable == 7
-    before = replace(engine.scheduler.counters)
+    before = replace(engine.metrics.counters)
     ends = [prompt(4, seed=1), prompt(4, seed=2)]
     outputs = engine.generate([[*shared, *end] for end in ends], params)
-    counters = engine.scheduler.counters
+    counters = engine.metrics.counters
     assert [output.num_cached_tokens for output in outputs] == [28, 28]
     assert counters.computed_tokens - before.computed_tokens == 8
     assert (counters.preemptions, counters.recomputed_tokens) == (0, 0)

@@ -14,7 +14,7 @@ from prefixcache.model.attention import plan_step
 from prefixcache_kernels import Heads, Weight, select_kernels
 from prefixcache_kernels.cpu.backend import CpuKernels, CpuLinear
 from prefixcache_kernels.cpu.build import BuildError, build, openmp_runtime
-from prefixcache_kernels.cpu.library import Kind, Library
+from prefixcache_kernels.cpu.library import Library
 from prefixcache_kernels.torch_backend import TorchKernels
 from tests.kernels.backends import CPU, kernels_of, rows_step
 
@@ -150,8 +150,8 @@ def test_narrower_processors_compute_the_same_within_rounding(
     narrow, wide = CpuKernels(Library(build(tmp_path, flags))), kernels_of("cpu")
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(30, 320, generator=generator)
-    for kind in Kind:
-        weight = _weight(kind.name, 75, 320)
+    for kind in FORMATS:
+        weight = _weight(kind, 75, 320)
         layer, expected = narrow.linear([weight], None), wide.linear([weight], None)
         torch.testing.assert_close(layer(x), expected(x), rtol=1e-5, atol=1e-4)
         assert torch.equal(layer(x[:1]), layer(x)[:1])

@@ -1,4 +1,4 @@
-"""The CPU backend: `backend.Kernels` on the compiled kernels, float32 arithmetic throughout.
+"""The CPU backend: `backend.Kernels` on the compiled kernels, in float32 unless asked otherwise.
 
 Owns the packed weights and scratch memory that grows to the largest step; so one thread at a time
 may use it (the kernels themselves take torch's number of threads). Rows are independent by
@@ -30,13 +30,15 @@ class CpuKernels:
     same_bits = True
     run_rows: int | None = RUN_ROWS
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, *, int8: bool = False) -> None:
+        """int8: linear layers quantise their input where the weights' format allows it."""
         self._library = library
+        self._int8 = int8
         self._scratch = Scratch()
 
     def linear(self, weights: Sequence[Weight], bias: Tensor | None) -> CpuLinear:
         """See `Kernels.linear`."""
-        return CpuLinear(self._library, self._scratch, weights, bias)
+        return CpuLinear(self._library, self._scratch, weights, bias, int8=self._int8)
 
     def embedding(self, weight: Weight, tied: Linear | None) -> Callable[[Tensor], Tensor]:
         """See `Kernels.embedding`; a tied output layer's packed rows serve both."""

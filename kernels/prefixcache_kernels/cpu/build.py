@@ -20,8 +20,8 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-SOURCES = ("linear.cpp", "attention.cpp", "rows.cpp", "layers.cpp")
-HEADERS = ("formats.h", "kernels.h", "simd.h")
+SOURCES = ("linear.cpp", "int8.cpp", "attention.cpp", "rows.cpp", "layers.cpp")
+HEADERS = ("formats.h", "int8.h", "kernels.h", "output.h", "simd.h")
 # No contraction and no reassociation: the sources say where products are fused, and in what order
 # sums run. The order is what makes a row's bits independent of its batch.
 FLAGS = (

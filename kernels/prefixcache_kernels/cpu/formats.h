@@ -128,15 +128,20 @@ void pack_dense(const T* rows, int64_t depth, int columns, T* to) {
 }
 
 // In the order of library.py.
-enum Kind { kF32, kBF16, kF16, kQ8_0, kQ4_0, kQ4_1 };
+enum Kind { kF32, kBF16, kF16, kQ8_0, kQ4_0, kQ4_1, kQ8_0Int8, kQ4_0Int8, kQ4_1Int8 };
+
+// Laid out for products of integers (int8.cpp).
+inline bool is_int8(int64_t kind) { return kind >= kQ8_0Int8; }
 
 inline int64_t tile_bytes(int kind, int64_t depth) {
   switch (kind) {
     case kF32: return depth * Float32::kBytes;
     case kBF16:
     case kF16: return depth * BFloat16::kBytes;
-    case kQ8_0: return depth / 32 * Q8_0::kBytes;
-    case kQ4_0: return depth / 32 * Q4_0::kBytes;
+    case kQ8_0:
+    case kQ8_0Int8: return depth / 32 * Q8_0::kBytes;
+    case kQ4_0:
+    case kQ4_0Int8: return depth / 32 * Q4_0::kBytes;
     default: return depth / 32 * Q4_1::kBytes;
   }
 }

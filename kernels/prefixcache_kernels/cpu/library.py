@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Kind(IntEnum):
-    """Formats of packed weights, in the order of `linear.cpp`."""
+    """Formats of packed weights, in the order of `formats.h`."""
 
     F32 = 0
     BF16 = 1
@@ -15,6 +15,9 @@ class Kind(IntEnum):
     Q8_0 = 3
     Q4_0 = 4
     Q4_1 = 5
+    Q8_0_INT8 = 6
+    Q4_0_INT8 = 7
+    Q4_1_INT8 = 8
 
 
 class Matrix(ctypes.Structure):

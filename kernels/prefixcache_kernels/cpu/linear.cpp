@@ -13,7 +13,9 @@
 #include <algorithm>
 
 #include "formats.h"
+#include "int8.h"
 #include "kernels.h"
+#include "output.h"
 #include "simd.h"
 
 using namespace formats;
@@ -31,28 +33,10 @@ constexpr int kChunk = 10 * kPanel;            // rows that stay in cache while 
 
 // --- products ------------------------------------------------------------------------------------
 
-struct Output {
-  float* y;           // first row, first column of the tile
-  int64_t stride;     // between rows
-  int columns;        // of the tile, 32 but for the last one
-  const float* bias;  // of the tile, or null
+struct Work : Product {
+  const float* x;
+  const float* packed;  // x in panels, where there are many rows
 };
-
-// Rows of sums, kTile side by side, plus bias into y. (Adding a zero bias would turn -0 into +0,
-// which no row can see, so there is no second path.)
-void store_rows(int rows, const float* total, const Output& out) {
-  for (int v = 0; v < kVectors; v++) {
-    const int n = std::min(kLanes, out.columns - v * kLanes);
-    if (n <= 0) return;
-    const F bias = out.bias ? simd::load_part(out.bias + v * kLanes, n) : simd::zero();
-    for (int r = 0; r < rows; r++) {
-      const F sum = simd::add(simd::load(total + r * kTile + v * kLanes), bias);
-      float* to = out.y + r * out.stride + v * kLanes;
-      if (n == kLanes) simd::store(to, sum);
-      else simd::store_part(to, sum, n);
-    }
-  }
-}
 
 template <int R>
 inline void clear(F (&sum)[R][kVectors]) {
@@ -112,23 +96,6 @@ void pack(const float* x, int64_t row, int rows, int64_t depth, float* to) {
   for (int64_t k = 0; k < depth; k++)
     for (int r = 0; r < rows; r++) to[k * rows + r] = x[r * row + k];
 }
-
-struct Work {
-  const float* x;
-  int64_t rows, depth, outputs;
-  const uint8_t* tiles;
-  const float* bias;
-  float* y;
-  int64_t stride;       // of y
-  const float* packed;  // x in panels
-
-  int64_t tile_count() const { return (outputs + kTile - 1) / kTile; }
-  Output output(int64_t tile, int64_t row) const {
-    const int64_t column = tile * kTile;
-    return {y + row * stride + column, stride, (int)std::min<int64_t>(kTile, outputs - column),
-            bias ? bias + column : nullptr};
-  }
-};
 
 template <class Format>
 constexpr int64_t segment_bytes() {
@@ -248,16 +215,33 @@ void run(int64_t kind, const Work& work) {
   }
 }
 
+// Whether a matrix of the layer is multiplied in integers, or in floats.
+bool has(const Linear& layer, bool integers) {
+  return std::any_of(layer.matrices, layer.matrices + layer.count,
+                     [=](const Matrix& m) { return is_int8(m.kind) == integers; });
+}
+
 }  // namespace
 
-int64_t linear_scratch(const Linear& layer, int64_t rows) { return rows <= kFewRows ? 0 : rows * layer.depth; }
+int64_t linear_scratch(const Linear& layer, int64_t rows) {
+  const bool pack = rows > kFewRows && has(layer, false);
+  return (pack ? rows * layer.depth : 0) + (has(layer, true) ? int8::scratch(rows, layer.depth) : 0);
+}
 
 void team::linear(const Linear& layer, const float* x, int64_t rows, float* y, float* scratch) {
-  if (rows > kFewRows) pack_panels(x, rows, layer.depth, scratch);
+  const float* packed = scratch;
+  if (rows > kFewRows && has(layer, false)) {
+    pack_panels(x, rows, layer.depth, scratch);
+    scratch += rows * layer.depth;
+  }
+  int8::Rows quantised;
+  if (has(layer, true)) quantised = int8::quantise(x, rows, layer.depth, scratch);
   int64_t offset = 0;
   for (const Matrix* m = layer.matrices; m < layer.matrices + layer.count; offset += m++->outputs) {
     const float* bias = layer.bias ? layer.bias + offset : nullptr;
-    run(m->kind, {x, rows, layer.depth, m->outputs, m->tiles, bias, y + offset, layer.outputs, scratch});
+    const Product product{rows, layer.depth, m->outputs, m->tiles, bias, y + offset, layer.outputs};
+    if (is_int8(m->kind)) int8::multiply(m->kind, product, quantised);
+    else run(m->kind, {product, x, packed});
   }
 #pragma omp barrier
 }
@@ -284,6 +268,9 @@ void prefixcache_linear_pack(int kind, const uint8_t* rows, int64_t row_bytes, i
       case kF16: pack_dense((const uint16_t*)from, depth, columns, (uint16_t*)target); break;
       case kQ8_0: pack_blocks<1, false>(from, row_bytes, columns, depth, target); break;
       case kQ4_0: pack_blocks<1, true>(from, row_bytes, columns, depth, target); break;
+      case kQ8_0Int8:
+      case kQ4_0Int8:
+      case kQ4_1Int8: int8::pack(kind, from, row_bytes, columns, depth, target); break;
       default: pack_blocks<2, true>(from, row_bytes, columns, depth, target); break;
     }
   }
@@ -299,6 +286,7 @@ void prefixcache_linear(const Linear* layer, const float* x, int64_t rows, float
 // out [count, depth] = rows `ids` of W.
 void prefixcache_linear_rows(int kind, const uint8_t* tiles, int64_t depth, const int64_t* ids,
                              int64_t count, float* out, int threads) {
+  if (is_int8(kind)) return int8::look_up(kind, tiles, depth, ids, count, out);
   switch (kind) {
     case kF32: return look_up<Float32>(tiles, depth, ids, count, out, threads);
     case kBF16: return look_up<BFloat16>(tiles, depth, ids, count, out, threads);

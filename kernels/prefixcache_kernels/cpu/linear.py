@@ -31,15 +31,25 @@ class CpuLinear:
     """y = x Wᵀ + b, the weights in their own format; each output one chain over k."""
 
     def __init__(
-        self, library: Library, scratch: Scratch, weights: Sequence[Weight], bias: Tensor | None
+        self,
+        library: Library,
+        scratch: Scratch,
+        weights: Sequence[Weight],
+        bias: Tensor | None,
+        *,
+        int8: bool = False,
     ) -> None:
-        """weights: matrices with the same input, outputs side by side; bias: float32 [out]."""
+        """weights: matrices with the same input, outputs side by side; bias: float32 [out].
+
+        int8: quantise x, in groups of 32, for weights of Q8_0, Q4_0 and Q4_1 (`int8.cpp`); those of
+        other formats are multiplied in float32.
+        """
         self._library = library
         self._scratch = scratch
         self.in_features = weights[0].shape[1]
         self.out_features = sum(weight.shape[0] for weight in weights)
         matrices, tiles = [], []
-        for kind, members in groupby(weights, _kind):
+        for kind, members in groupby(weights, lambda weight: _kind(weight, int8)):
             same = list(members)
             outputs = sum(weight.shape[0] for weight in same)
             tiles.append(_pack(library, kind, same, outputs, self.in_features))
@@ -91,12 +101,12 @@ class CpuLinear:
         return out
 
 
-def _kind(weight: Weight) -> Kind:
+def _kind(weight: Weight, int8: bool) -> Kind:
     """Formats that the kernels read stay; any other is expanded to float32 once."""
-    native = {kind.name for kind in Kind}
-    quantised = weight.raw is not None
-    if weight.format in native and (quantised or weight.format in ("F32", "BF16", "F16")):
-        return Kind[weight.format]
+    if weight.raw is None:
+        return Kind[weight.format] if weight.format in ("BF16", "F16") else Kind.F32
+    if weight.format in ("Q8_0", "Q4_0", "Q4_1"):
+        return Kind[f"{weight.format}_INT8" if int8 else weight.format]
     return Kind.F32
 
 

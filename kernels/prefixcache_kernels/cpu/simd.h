@@ -59,6 +59,30 @@ inline void load_nibbles(const uint8_t* p, F* w) {
   w[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), digits);
 }
 
+// Integers: 16 lanes of 32 bits, or of four bytes each.
+using I = __m512i;
+inline I set1_i(int32_t x) { return _mm512_set1_epi32(x); }
+inline I load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline I high_nibbles(I x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+inline F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+inline F absolute(F x) { return _mm512_abs_ps(x); }
+inline I bits(F x) { return _mm512_castps_si512(x); }
+inline I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
+inline void store_i(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
+inline void store_i8(int8_t* p, F x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
+// sum + the four products of each lane: unsigned bytes of w, signed bytes of x.
+#if defined(__AVX512VNNI__)
+inline I dot4(I sum, I w, I x) { return _mm512_dpbusd_epi32(sum, w, x); }
+#else
+inline I dot4(I sum, I w, I x) {
+  const I even = _mm512_and_si512(w, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(w, 8);
+  const I x_even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), x_odd = _mm512_srai_epi16(x, 8);
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(even, x_even));
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(odd, x_odd));
+}
+#endif
+
 #elif PREFIXCACHE_LANES == 8
 
 using F = __m256;
@@ -94,6 +118,34 @@ inline F scale2(F x, F n) {
   __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(x, _mm256_castsi256_ps(bits));
 }
+
+using I = __m256i;
+inline I set1_i(int32_t x) { return _mm256_set1_epi32(x); }
+inline I load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline I high_nibbles(I x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+inline F to_float(I x) { return _mm256_cvtepi32_ps(x); }
+inline F absolute(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+inline I bits(F x) { return _mm256_castps_si256(x); }
+inline I max_i(I a, I b) { return _mm256_max_epi32(a, b); }
+inline void store_i(int32_t* p, I x) { _mm256_storeu_si256((__m256i*)p, x); }
+inline void store_i8(int8_t* p, F x) {
+  int32_t lanes[kLanes];
+  store_i(lanes, _mm256_cvtps_epi32(x));
+  for (int i = 0; i < kLanes; i++) p[i] = (int8_t)lanes[i];
+}
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+inline I dot4(I sum, I w, I x) { return _mm256_dpbusd_epi32(sum, w, x); }
+#elif defined(__AVXVNNI__)
+inline I dot4(I sum, I w, I x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+#else
+inline I dot4(I sum, I w, I x) {
+  const I even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
+  const I x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, x_even));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, x_odd));
+}
+#endif
 
 #else
 
@@ -140,6 +192,29 @@ inline void load_nibbles(const uint8_t* p, F* w) {
   }
 }
 #undef PREFIXCACHE_EACH
+
+struct I { int32_t v[4]; };
+#define PREFIXCACHE_EACH_I(expression) \
+  I r;                                 \
+  for (int i = 0; i < 4; i++) r.v[i] = (expression); \
+  return r;
+inline I set1_i(int32_t x) { PREFIXCACHE_EACH_I(x) }
+inline I load_bytes(const uint8_t* p) { I r; std::memcpy(r.v, p, sizeof r.v); return r; }
+inline I low_nibbles(I x) { PREFIXCACHE_EACH_I(x.v[i] & 0x0f0f0f0f) }
+inline I high_nibbles(I x) { PREFIXCACHE_EACH_I((int32_t)((uint32_t)x.v[i] >> 4 & 0x0f0f0f0f)) }
+inline F to_float(I x) { F r; for (int i = 0; i < 4; i++) r.v[i] = (float)x.v[i]; return r; }
+inline F absolute(F x) { F r; for (int i = 0; i < 4; i++) r.v[i] = std::fabs(x.v[i]); return r; }
+inline I bits(F x) { I r; std::memcpy(r.v, x.v, sizeof r.v); return r; }
+inline I max_i(I a, I b) { PREFIXCACHE_EACH_I(a.v[i] > b.v[i] ? a.v[i] : b.v[i]) }
+inline void store_i(int32_t* p, I x) { std::memcpy(p, x.v, sizeof x.v); }
+inline void store_i8(int8_t* p, F x) { for (int i = 0; i < 4; i++) p[i] = (int8_t)__builtin_nearbyintf(x.v[i]); }
+inline I dot4(I sum, I w, I x) {
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < 32; j += 8)
+      sum.v[i] += (int32_t)((uint32_t)w.v[i] >> j & 255) * (int32_t)(int8_t)((uint32_t)x.v[i] >> j);
+  return sum;
+}
+#undef PREFIXCACHE_EACH_I
 
 #endif
 
