@@ -11,7 +11,8 @@ PrefixCacheError
 ├── Cancelled            aborted by its caller
 ├── Internal             a fault of ours; the request ends, the engine goes on
 ├── ModelError           a model cannot be loaded: unknown architecture, missing tensor, broken file
-└── ConfigurationError   the server cannot start as configured
+├── ConfigurationError   the server cannot start as configured
+└── TraceError           a trace to be replayed cannot be read; names file, line and reason
 """
 
 
@@ -69,3 +70,7 @@ class ModelError(PrefixCacheError):
 
 class ConfigurationError(PrefixCacheError):
     """The engine cannot start as configured; the message shows the arithmetic."""
+
+
+class TraceError(PrefixCacheError):
+    """A trace of requests cannot be read; the message names the file, the line and the reason."""
