@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._report import Report
-from prefixcache_kernels import Heads
+from prefixcache_kernels import Cache, Heads, QuantizedCache
 from prefixcache_kernels.triton_backend import copy_blocks, linear, paged_attention, rows, write_kv
 from prefixcache_kernels.triton_backend.aot import TARGETS, Compiled, Target, compile_launch
 from prefixcache_kernels.triton_backend.launch import Launch
@@ -35,11 +35,17 @@ class Case:
     dtype: str
     dim: int
     window: int | None = None
+    fp8: bool = False
+    """Keys and values in e4m3 with scales."""
 
     @property
     def name(self) -> str:
         window = "" if self.window is None else f" window {self.window}"
-        return f"{self.kernel} {self.dtype} D={self.dim}{window} {self.target.name}"
+        return f"{self.kernel} {self.types} D={self.dim}{window} {self.target.name}"
+
+    @property
+    def types(self) -> str:
+        return f"{self.dtype}, fp8 KV" if self.fp8 else self.dtype
 
     def compile(self) -> Compiled:
         return compile_launch(LAUNCHES[self.kernel](self), self.target)
@@ -61,9 +67,14 @@ def _heads(case: Case) -> Heads:
     return Heads(32, 8, case.dim)
 
 
-def _caches(case: Case) -> tuple[Tensor, Tensor]:
-    keys = _floats(case, BLOCKS, 8, case.dim, BLOCK_SIZE)
-    return keys, _floats(case, BLOCKS, 8, BLOCK_SIZE, case.dim)
+def _caches(case: Case) -> tuple[Cache, Cache]:
+    dtype = torch.float8_e4m3fn if case.fp8 else DTYPES[case.dtype]
+    keys = _meta(BLOCKS, 8, case.dim, BLOCK_SIZE, dtype=dtype)
+    values = _meta(BLOCKS, 8, BLOCK_SIZE, case.dim, dtype=dtype)
+    if not case.fp8:
+        return keys, values
+    scales = _meta(BLOCKS, 8, BLOCK_SIZE, dtype=torch.float32)
+    return QuantizedCache(keys, scales), QuantizedCache(values, scales)
 
 
 def _attention(case: Case) -> tuple[Launch, Launch]:
@@ -77,7 +88,7 @@ def _attention(case: Case) -> tuple[Launch, Launch]:
     step = paged_attention.AttentionInput(
         heads, _ints(TOKENS), table, SPAN, case.window, BLOCKS - 1, buffers
     )
-    tile = paged_attention.tile_of(heads, DTYPES[case.dtype], case.target.shared_kib)
+    tile = paged_attention.tile_of(heads, DTYPES[case.dtype], case.target.shared_kib, case.fp8)
     return paged_attention.attention_launches(q, *_caches(case), q, step, tile)
 
 
@@ -112,7 +123,8 @@ def _write(case: Case) -> Launch:
 
 
 def _copy(case: Case) -> Launch:
-    cache = _floats(case, 32, BLOCKS, 8, case.dim, BLOCK_SIZE)
+    dtype = torch.uint8 if case.fp8 else DTYPES[case.dtype]
+    cache = _meta(32, BLOCKS, 8, case.dim, BLOCK_SIZE, dtype=dtype)
     return copy_blocks.copy_launch(cache, cache, _meta(8, 2, dtype=torch.int64))
 
 
@@ -141,6 +153,11 @@ def cases(targets: list[Target]) -> Iterator[Case]:
         for dim in (64, 128, 256):
             yield Case("paged_attention", target, "fp32", dim)
         yield Case("linear", target, "fp32", 128)
+        for dim in (64, 128, 256) if target.name != "sm_80" else ():  # which has no e4m3
+            for kernel in ("paged_attention", "rope_write_kv", "write_kv", "copy_blocks"):
+                yield Case(kernel, target, "bf16", dim, fp8=True)
+        if target.name != "sm_80":
+            yield Case("paged_attention", target, "fp16", 128, fp8=True)
 
 
 def quick_cases() -> list[Case]:
@@ -160,7 +177,7 @@ def row(case: Case, made: Compiled) -> tuple[str | int | float, ...]:
     """The cells of one line of the table."""
     size = f"{case.dim}" + (f", window {case.window}" if case.window else "")
     usage = (made.registers, made.spills, round(made.shared / 1024, 1), case.target.shared_kib)
-    return case.kernel, case.target.name, case.dtype, size, *usage
+    return case.kernel, case.target.name, case.types, size, *usage
 
 
 def main() -> None:

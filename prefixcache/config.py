@@ -20,6 +20,8 @@ class EngineConfig:
     max_model_len: longest sequence in tokens; None is the model's own length; "auto" is the
         longest that the pool holds.
     block_size: tokens in a KV block, a power of two from 1 to 128.
+    kv_cache_dtype: "auto" (the model's dtype) or "fp8": keys and values in e4m3 with a scale for
+        each token and head, so that the pool holds about twice the tokens of bfloat16.
     num_gpu_blocks_override: size of the pool in blocks; otherwise it follows from memory.
     kv_cache_memory_bytes: memory of the pool on the CPU; None takes a quarter of what is free.
     gpu_memory_utilization: share of the device that weights, a peak step and the pool may take.
@@ -45,6 +47,7 @@ class EngineConfig:
     device: str = "auto"
     max_model_len: int | str | None = None
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -66,6 +69,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype {self.dtype!r}")
         _require(self.device in ("auto", "cpu", "cuda"), f"device {self.device!r}")
+        _require(self.kv_cache_dtype in ("auto", "fp8"), f"kv_cache_dtype {self.kv_cache_dtype!r}")
         size = self.block_size
         _require(
             1 <= size <= 128 and size & (size - 1) == 0,

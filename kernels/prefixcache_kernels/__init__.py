@@ -7,16 +7,18 @@
     triton  `triton_backend/`: for GPUs, or in Triton's interpreter.
 """
 
-from prefixcache_kernels.backend import Heads, Kernels, Layer, Linear, Weight
+from prefixcache_kernels.backend import Cache, Heads, Kernels, Layer, Linear, QuantizedCache, Weight
 from prefixcache_kernels.select import select_kernels
 from prefixcache_kernels.work import SPAN, SpanGroups, StepWork
 
 __all__ = [
     "SPAN",
+    "Cache",
     "Heads",
     "Kernels",
     "Layer",
     "Linear",
+    "QuantizedCache",
     "SpanGroups",
     "StepWork",
     "Weight",

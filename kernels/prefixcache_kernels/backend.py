@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from prefixcache_kernels.work import Int64, StepWork
@@ -68,6 +69,30 @@ class Layer:
     window: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedCache:
+    """K or V of a layer in float8 (e4m3), each token and head with a scale of its own.
+
+    A token's value is data · scale; the greatest one of a head is stored as 448, the greatest e4m3.
+    So what is stored depends on the token alone, not on what is written beside it.
+
+    data: float8_e4m3fn, shaped as the cache. scales: float32 [blocks, kv_heads, size].
+    """
+
+    data: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The cache's."""
+        return self.data.shape
+
+
+Cache = Tensor | QuantizedCache
+"""K [blocks, kv_heads, D, size] or V [blocks, kv_heads, size, D] of a layer. Not every backend
+serves quantised ones; one that does not takes a Tensor, so the protocol says Any."""
+
+
 class DecoderLayers(Protocol):
     """All layers of a decoder, from embeddings to the final norm."""
 
@@ -75,14 +100,15 @@ class DecoderLayers(Protocol):
         self,
         residual: Tensor,
         plan: Any,
-        caches: Sequence[tuple[Tensor, Tensor]],
+        caches: Sequence[tuple[Any, Any]],
         rows: Tensor | None,
     ) -> Tensor:
         """Run a step.
 
         residual: embeddings [T, hidden], which are overwritten. plan: of `Kernels.prepare`.
-        caches: K and V of each layer. rows: int64 [R], those whose hidden states are wanted, so
-        that the last layer leaves out the others; None wants all. Returns [R or T, hidden].
+        caches: K and V of each layer, `Cache`s. rows: int64 [R], those whose hidden states are
+        wanted, so that the last layer leaves out the others; None wants all. Returns
+        [R or T, hidden].
         """
         ...
 
@@ -126,15 +152,15 @@ class Kernels(Protocol):
         self,
         qkv: Tensor,
         plan: Any,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Any,
+        v_cache: Any,
         qk_norm: tuple[Tensor, Tensor, float] | None,
     ) -> Tensor:
         """Normalise (Qwen3) and rotate Q and K, write K and V to the step's slots, return Q."""
         ...
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, window: int | None
+        self, q: Tensor, k_cache: Any, v_cache: Any, plan: Any, window: int | None
     ) -> Tensor:
         """Causal attention of each row over its sequence's blocks, softmax scale D^-1/2."""
         ...

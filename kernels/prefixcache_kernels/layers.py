@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from prefixcache_kernels.backend import Kernels, Layer
+from prefixcache_kernels.backend import Cache, Kernels, Layer
 
 
 class LayerByLayer:
@@ -27,7 +27,7 @@ class LayerByLayer:
         self,
         residual: Tensor,
         plan: Any,
-        caches: Sequence[tuple[Tensor, Tensor]],
+        caches: Sequence[tuple[Cache, Cache]],
         rows: Tensor | None,
     ) -> Tensor:
         """See `DecoderLayers.__call__`."""

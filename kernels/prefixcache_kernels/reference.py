@@ -5,7 +5,8 @@ on the CPU in float32 the results of one row do not depend on the other rows (`s
 operations that this rests on: products at few rows, `exp`, sums along a fixed width).
 
 Layouts: K cache [blocks, kv_heads, head_dim, block_size], V cache [blocks, kv_heads, block_size,
-head_dim], any strides; rows of several heads are [T, heads · head_dim], contiguous.
+head_dim], any strides, either may be quantised; rows of several heads are [T, heads · head_dim],
+contiguous.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prefixcache_kernels.backend import Cache
 from prefixcache_kernels.work import SPAN, Int64, SpanGroups, StepWork
 
 TILE_ROWS = 16
@@ -25,6 +27,10 @@ ROW_STEP = 4
 
 _PROBE_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 64, 65, 130)
 """Numbers of rows that the probes compare, around the tile sizes of known libraries."""
+
+GREATEST_E4M3 = 448.0
+LEAST_ABSOLUTE = 1e-20
+"""A quantised row's greatest value is taken for this at least, so that no scale is 0."""
 
 LOWEST = -3.0e38
 """Stands for the maximum of a row that sees nothing, where -inf - -inf would be NaN."""
@@ -171,11 +177,39 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def write_kv(  # noqa: PLR0917 (arrays of one scatter)
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, offsets: Tensor
+    k: Tensor, v: Tensor, k_cache: Cache, v_cache: Cache, blocks: Tensor, offsets: Tensor
 ) -> None:
     """Scatter K and V, [T, kv_heads, D] each, to (block, offset), int64 [T] each."""
-    k_cache.permute(0, 3, 1, 2).index_put_((blocks, offsets), k.to(k_cache.dtype))
-    v_cache.permute(0, 2, 1, 3).index_put_((blocks, offsets), v.to(v_cache.dtype))
+    for x, cache, by_token in ((k, k_cache, (0, 3, 1, 2)), (v, v_cache, (0, 2, 1, 3))):
+        if isinstance(cache, Tensor):
+            cache.permute(by_token).index_put_((blocks, offsets), x.to(cache.dtype))
+            continue
+        codes, scales = quantize(x)
+        place = cache.data.view(torch.uint8).permute(by_token)  # torch moves no float8
+        place.index_put_((blocks, offsets), codes.view(torch.uint8))
+        cache.scales.permute(0, 2, 1).index_put_((blocks, offsets), scales)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x / scale in float8 (e4m3) and the scales: the greatest |x| of a row becomes 448.
+
+    x: [..., D]. Returns float8_e4m3fn [..., D] and float32 [...].
+    """
+    wide = x.float()
+    scales = wide.abs().amax(-1).clamp_min(LEAST_ABSOLUTE).mul(1 / GREATEST_E4M3)
+    return wide.div(scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales
+
+
+def _gather(cache: Cache, blocks: Tensor, token_dim: int) -> Tensor:
+    """Blocks of a cache, [n, kv_heads, ...] in its own dtype, or float32 where it is quantised.
+
+    token_dim: of the cache's dimensions, the one of the tokens in a block.
+    """
+    if isinstance(cache, Tensor):
+        return cache.index_select(0, blocks)
+    codes = cache.data.view(torch.uint8).index_select(0, blocks).view(torch.float8_e4m3fn)
+    scales = cache.scales.index_select(0, blocks)  # [n, kv_heads, size]
+    return codes.float().mul_(scales.unsqueeze(2 if token_dim == 3 else 3))
 
 
 def copy_blocks(caches: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
@@ -324,7 +358,7 @@ def _span_class(
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: SpanPlan, scale: float
+    q: Tensor, k_cache: Cache, v_cache: Cache, plan: SpanPlan, scale: float
 ) -> Tensor:
     """Softmax(scale · Q Kᵀ) V over the blocks of each row's sequence; causal, windowed.
 
@@ -342,13 +376,13 @@ def paged_attention(
 
 
 def _span_partials(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: SpanClass, plan: SpanPlan
+    q: Tensor, k_cache: Cache, v_cache: Cache, batch: SpanClass, plan: SpanPlan
 ) -> None:
     n, padded = batch.rows.shape
     kv_heads, group, dim = q.shape[1:]
-    k = k_cache.index_select(0, batch.blocks).view(n, -1, kv_heads, dim, k_cache.shape[-1])
+    k = _gather(k_cache, batch.blocks, 3).view(n, -1, kv_heads, dim, k_cache.shape[-1])
     k = k.permute(0, 2, 3, 1, 4).contiguous().view(n * kv_heads, dim, SPAN).float()
-    v = v_cache.index_select(0, batch.blocks).view(n, -1, kv_heads, v_cache.shape[-2], dim)
+    v = _gather(v_cache, batch.blocks, 2).view(n, -1, kv_heads, v_cache.shape[-2], dim)
     v = v.permute(0, 2, 1, 3, 4).contiguous().view(n, kv_heads, SPAN, dim).float()
     rows = q[batch.rows].permute(0, 2, 1, 3, 4).reshape(n * kv_heads, padded * group, dim)
     scores = torch.bmm(rows, k)  # [n · kv, Q · G, SPAN]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prefixcache_kernels import reference
-from prefixcache_kernels.backend import DecoderLayers, Heads, Layer, Linear, Weight
+from prefixcache_kernels.backend import Cache, DecoderLayers, Heads, Layer, Linear, Weight
 from prefixcache_kernels.layers import LayerByLayer
 from prefixcache_kernels.work import SPAN, Int64, StepWork
 
@@ -129,8 +129,8 @@ class TorchKernels:
         self,
         qkv: Tensor,
         plan: TorchPlan,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         qk_norm: tuple[Tensor, Tensor, float] | None,
     ) -> Tensor:
         """See `Kernels.rope_write_kv`."""
@@ -148,7 +148,7 @@ class TorchKernels:
         return q.reshape(tokens, heads.query * heads.dim)
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TorchPlan, window: int | None
+        self, q: Tensor, k_cache: Cache, v_cache: Cache, plan: TorchPlan, window: int | None
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
         scale = plan.heads.dim**-0.5

@@ -23,7 +23,7 @@ from prefixcache.errors import ConfigurationError
 from prefixcache.model.config import ModelConfig
 from prefixcache.model.decode_graph import DecodeGraphs
 from prefixcache.model.decoder import Decoder
-from prefixcache.model.kv_cache import KVCache
+from prefixcache.model.kv_cache import FP8, KVCache, check_dtype
 from prefixcache.model.loader import load_checkpoint
 from prefixcache.model.selftest import check_batch_invariance
 from prefixcache.model.tokenizer import Tokenizer
@@ -79,13 +79,20 @@ def build_parts(
         )
     except ValueError as error:
         raise ConfigurationError(f"attention_backend: {error}") from None
-    per_block = KVCache.bytes_per_block(model, config.block_size, dtype)
-    num_blocks = pool_blocks(config, per_block, _available_bytes(config, decoder, device))
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
+    try:
+        check_dtype(kv_dtype, decoder.kernels, device)
+    except ValueError as error:
+        raise ConfigurationError(f"kv_cache_dtype: {error}") from None
+    per_block = KVCache.bytes_per_block(model, config.block_size, kv_dtype)
+    num_blocks = pool_blocks(config, per_block, _available_bytes(config, decoder, kv_dtype))
     length = max_model_len(config, model.max_position, num_blocks, per_block)
-    kv_cache = KVCache(model, num_blocks, config.block_size, dtype, device, kernels=decoder.kernels)
+    kv_cache = KVCache(
+        model, num_blocks, config.block_size, kv_dtype, device, kernels=decoder.kernels
+    )
     graphs = _capture(config, decoder, kv_cache, length, report)
     report("check same bits", 0, 1)
-    same_bits = _same_bits(decoder, dtype)
+    same_bits = _same_bits(decoder, kv_dtype)
     manager = _manager(config, num_blocks, length, clock)
     event_log = EventLog(config.block_size)
     manager.observers.append(event_log)
@@ -143,11 +150,11 @@ def _capture(
     )
 
 
-def _same_bits(decoder: Decoder, dtype: torch.dtype) -> bool:
+def _same_bits(decoder: Decoder, kv_dtype: torch.dtype) -> bool:
     """Whether results do not depend on the batch: where the kernels say so, it is tried out."""
     if not decoder.kernels.same_bits:
         return False
-    failures = check_batch_invariance(decoder, dtype=dtype).failures
+    failures = check_batch_invariance(decoder, dtype=kv_dtype).failures
     for failure in failures:
         logger.warning("no promise of the same bits: %s", failure)
     return not failures
@@ -181,12 +188,13 @@ def _device_and_dtype(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     return torch.device(name), _DTYPES[dtype]
 
 
-def _available_bytes(config: EngineConfig, decoder: Decoder, device: torch.device) -> int:
+def _available_bytes(config: EngineConfig, decoder: Decoder, kv_dtype: torch.dtype) -> int:
     """Memory for the pool, measured once the weights are in place; what graphs take is left out."""
+    device = decoder.device
     if device.type == "cpu":
         return int(cpu_memory_left() * DEFAULT_CPU_SHARE)
     total = torch.cuda.mem_get_info(device)[1]
-    check_batch_invariance(decoder, dtype=_device_and_dtype(config)[1])  # a step at its peak
+    check_batch_invariance(decoder, dtype=kv_dtype)  # a step at its peak
     peak = torch.cuda.max_memory_allocated(device)
     if _decodes_by_graph(config, decoder):
         peak += DecodeGraphs.bytes_needed(

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from prefixcache.model.config import ModelConfig
-from prefixcache_kernels import Kernels
+from prefixcache_kernels import Cache, Kernels, QuantizedCache
+
+FP8 = torch.float8_e4m3fn
+
+_FP8_CAPABILITY = (8, 9)
+"""Compute capability from which on a GPU converts e4m3."""
 
 
 class KVCache:
@@ -19,6 +24,8 @@ class KVCache:
 
     keys:   [layers, blocks, kv_heads, head_dim, block_size], so that one load takes a run of tokens
     values: [layers, blocks, kv_heads, block_size, head_dim]
+    scales: float32 [2 (K, V), layers, blocks, kv_heads, 1, block_size] where the dtype is e4m3, a
+        scale for each token and head; else None
     """
 
     def __init__(
@@ -33,28 +40,43 @@ class KVCache:
     ) -> None:
         """Allocate the pool; pages are touched when first written. `kernels` copy its blocks.
 
+        dtype: the model's, or `FP8` for quantised keys and values.
+
         Raises:
-            ValueError: num_blocks below 1, or block_size not a power of two from 1 to 128.
+            ValueError: num_blocks below 1, block_size not a power of two from 1 to 128, or a dtype
+                that the kernels or the device do not serve.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks: at least 1, not {num_blocks}")
         if not 1 <= block_size <= 128 or block_size & (block_size - 1):
             raise ValueError(f"block_size: a power of two from 1 to 128, not {block_size}")
+        check_dtype(dtype, kernels, device)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._kernels = kernels
         heads = (config.num_layers, num_blocks, config.num_kv_heads)
         self.keys = torch.empty(*heads, config.head_dim, block_size, dtype=dtype, device=device)
         self.values = torch.empty(*heads, block_size, config.head_dim, dtype=dtype, device=device)
-        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
-            zip(self.keys.unbind(0), self.values.unbind(0), strict=True)
-        )
+        self.scales: Tensor | None = None
+        self.layers: tuple[tuple[Cache, Cache], ...]
+        self._parts: tuple[Tensor, ...]
+        if dtype == FP8:
+            self.scales = torch.empty(2, *heads, 1, block_size, device=device)
+            k_scales, v_scales = self.scales.squeeze(-2)  # [layers, blocks, kv_heads, block_size]
+            keys = map(QuantizedCache, self.keys, k_scales)
+            values = map(QuantizedCache, self.values, v_scales)
+            self.layers = tuple(zip(keys, values, strict=True))
+            # Copied as bytes: torch and Triton need not know the type to move it.
+            self._parts = (self.keys.view(torch.uint8), self.values.view(torch.uint8), *self.scales)
+        else:
+            self._parts = (self.keys, self.values)
+            self.layers = tuple(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of K and V of one block in all layers."""
-        row = config.num_layers * config.num_kv_heads * config.head_dim
-        return 2 * row * block_size * dtype.itemsize
+        """Bytes of K and V of one block in all layers, scales included."""
+        head = config.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == FP8 else 0)
+        return 2 * config.num_layers * config.num_kv_heads * block_size * head
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each, in all layers.
@@ -72,5 +94,21 @@ class KVCache:
         if len(set(targets)) != len(targets):
             raise ValueError(f"copies: a target occurs twice: {copies}")
         self._kernels.copy_blocks(
-            (self.keys, self.values), np.array(sources, np.int64), np.array(targets, np.int64)
+            self._parts, np.array(sources, np.int64), np.array(targets, np.int64)
+        )
+
+
+def check_dtype(dtype: torch.dtype, kernels: Kernels, device: torch.device) -> None:
+    """Check that keys and values can be kept in this type. Raises ValueError."""
+    if dtype != FP8:
+        return
+    if kernels.name == "cpu":
+        raise ValueError(
+            "fp8 is not served by the compiled kernels of the CPU, which keep float32: "
+            "choose attention_backend torch"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise ValueError(
+            f"fp8 needs a GPU of compute capability 8.9 or newer; this one has {found}"
         )

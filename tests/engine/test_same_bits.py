@@ -24,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
     "llama-torch": {"attention_backend": "torch"},  # the fallback for machines without a compiler
+    "llama-fp8": {"attention_backend": "torch", "kv_cache_dtype": "fp8"},
 }
 BASE = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=4)
 GREEDY = replace(BASE, temperature=0.0)
@@ -61,6 +62,7 @@ CASES = {
     "qwen2-sampled": Case("qwen2", SAMPLED),
     "qwen3-greedy": Case("qwen3", GREEDY),
     "llama-torch-penalised": Case("llama-torch", PENALISED),
+    "llama-fp8-sampled": Case("llama-fp8", SAMPLED),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -94,6 +96,7 @@ def cold(checkpoint_of: Callable[..., Path]) -> Cold:
                 EngineConfig(
                     model=str(directory),
                     attention_backend=model.get("attention_backend", "auto"),
+                    kv_cache_dtype=model.get("kv_cache_dtype", "auto"),
                     enable_prefix_caching=False,
                     num_gpu_blocks_override=64,
                     max_model_len=512,

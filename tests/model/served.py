@@ -31,6 +31,7 @@ class Served:
         blocks: int = 64,
         block_size: int = 16,
         max_model_len: int = 512,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         checkpoint = model if isinstance(model, Checkpoint) else load_checkpoint(str(model))
         self.config = checkpoint.config
@@ -43,10 +44,12 @@ class Served:
         )
         self.block_size = block_size
         self.cache = KVCache(
-            self.config, blocks, block_size, torch.float32, CPU, kernels=self.decoder.kernels
+            self.config, blocks, block_size, kv_dtype, CPU, kernels=self.decoder.kernels
         )
         self.cache.keys.fill_(torch.nan)
         self.cache.values.fill_(torch.nan)
+        if self.cache.scales is not None:
+            self.cache.scales.fill_(torch.nan)
 
     def run(self, *rows: tuple[list[int], int, list[int]], write: bool = True) -> torch.Tensor:
         """One step of (tokens, first position, block ids) each; logits of every row."""

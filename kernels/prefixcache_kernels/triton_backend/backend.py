@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefixcache_kernels import reference
-from prefixcache_kernels.backend import DecoderLayers, Heads, Layer, Linear, Weight
+from prefixcache_kernels.backend import Cache, DecoderLayers, Heads, Layer, Linear, Weight
 from prefixcache_kernels.layers import LayerByLayer
 from prefixcache_kernels.triton_backend import rows, write_kv
 from prefixcache_kernels.triton_backend.attention_work import Policy
@@ -139,8 +139,8 @@ class TritonKernels:
         self,
         qkv: Tensor,
         plan: TritonPlan,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         qk_norm: tuple[Tensor, Tensor, float] | None,
     ) -> Tensor:
         """See `Kernels.rope_write_kv`.
@@ -156,10 +156,10 @@ class TritonKernels:
         )
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan, window: int | None
+        self, q: Tensor, k_cache: Cache, v_cache: Cache, plan: TritonPlan, window: int | None
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
-        tile = tile_of(plan.heads, q.dtype, self._shared_kib)
+        tile = tile_of(plan.heads, q.dtype, self._shared_kib, write_kv.is_fp8(k_cache))
         return paged_attention(q, k_cache, v_cache, plan.attention(window), tile)
 
     def copy_blocks(self, caches: Sequence[Tensor], sources: Int64, targets: Int64) -> None:

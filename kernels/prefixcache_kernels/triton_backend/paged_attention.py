@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefixcache_kernels.backend import Heads
+from prefixcache_kernels.backend import Cache, Heads
 from prefixcache_kernels.triton_backend.launch import (
     FLOATS,
     WIDEN,
@@ -33,7 +33,12 @@ from prefixcache_kernels.triton_backend.launch import (
     persistent_programs,
     require,
 )
-from prefixcache_kernels.triton_backend.write_kv import cache_strides, check_caches
+from prefixcache_kernels.triton_backend.write_kv import (
+    cache_arguments,
+    check_caches,
+    data_of,
+    is_fp8,
+)
 
 _LOG2_E = 1.4426950408889634
 _FAR = tl.constexpr(1 << 30)
@@ -59,11 +64,14 @@ def _attend_span(
     high,
     k_base,
     v_base,
+    k_scales,
+    v_scales,
     table_row,
     first,
     scale,
     k_block,
     v_block,
+    s_block,
     k_dim: tl.constexpr,
     k_slot: tl.constexpr,
     v_dim: tl.constexpr,
@@ -72,6 +80,7 @@ def _attend_span(
     size: tl.constexpr,
     span: tl.constexpr,
     window: tl.constexpr,
+    fp8: tl.constexpr,
     run: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
@@ -101,9 +110,14 @@ def _attend_span(
             k_at = tl.max_contiguous(tl.multiple_of(k_at, run), run)
         # A key that was never written spoils its own column of scores only, and that is replaced.
         key = tl.load(k_base + d[:, None] * k_dim + k_at[None, :], mask=d[:, None] < dim, other=0.0)
+        if fp8:  # exact: e4m3 is a part of every wider type
+            key = key.to(query.dtype)
         if WIDEN:
             key = key.to(tl.float32)
         scores = tl.dot(query, key, input_precision="ieee") * scale
+        if fp8:
+            scale_at = block * s_block + offset
+            scores *= tl.load(k_scales + scale_at, mask=written, other=0.0)[None, :]
         seen = n[None, :] <= position[:, None]
         if window > 0:
             seen = seen & (n[None, :] > position[:, None] - window)
@@ -117,6 +131,9 @@ def _attend_span(
         v_at = block * v_block + offset * v_slot
         v_live = written[:, None] & (d[None, :] < dim)
         value = tl.load(v_base + v_at[:, None] + d[None, :] * v_dim, mask=v_live, other=0.0)
+        if fp8:
+            v_scale = tl.load(v_scales + scale_at, mask=written, other=0.0)
+            value = (value.to(tl.float32) * v_scale[:, None]).to(query.dtype)
         values = values * factor[:, None]
         weights = weights.to(value.dtype)
         if WIDEN:
@@ -131,6 +148,8 @@ def _attend(
     q,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     out,
     positions,
     table,
@@ -149,6 +168,8 @@ def _attend(
     k_head,
     v_block,
     v_head,
+    s_block,
+    s_head,
     k_dim: tl.constexpr,
     k_slot: tl.constexpr,
     v_dim: tl.constexpr,
@@ -159,6 +180,7 @@ def _attend(
     size: tl.constexpr,
     span: tl.constexpr,
     window: tl.constexpr,
+    fp8: tl.constexpr,
     run: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
@@ -193,11 +215,14 @@ def _attend(
                 high,
                 k_cache + head * k_head,
                 v_cache + head * v_head,
+                k_scales + head * s_head,
+                v_scales + head * s_head,
                 table_row,
                 tl.load(group_spans + index) * span,
                 scale,
                 k_block,
                 v_block,
+                s_block,
                 k_dim,
                 k_slot,
                 v_dim,
@@ -206,6 +231,7 @@ def _attend(
                 size,
                 span,
                 window,
+                fp8,
                 run,
                 block_m,
                 block_n,
@@ -278,23 +304,25 @@ class AttentionTile:
         return self.block_m // group
 
 
-def tile_of(heads: Heads, dtype: torch.dtype, shared_kib: int) -> AttentionTile:
+def tile_of(heads: Heads, dtype: torch.dtype, shared_kib: int, fp8: bool = False) -> AttentionTile:
     """Return the tile of a model on a device: one for decode and prefill, whatever the batch.
 
     Another tile may be another instruction (16 rows: mma.sync, 64 rows: wgmma on sm_90) and another
     order of additions, so nothing of the batch goes into the choice. shared_kib: shared memory of a
-    program in KiB.
+    program in KiB. fp8: keys and values are quantised.
     """
     width, small = pad(heads.dim), shared_kib < 100
     if dtype == torch.float32:  # no tensor cores: small tiles, for correctness
         rows, warps = pad(heads.query // heads.kv), 4 if width <= 64 else 8
         return AttentionTile(rows, 16, warps, 1 if small else 2)
-    # Two accumulators of block_m rows must fit in registers (see benchmarks.kernels_aot).
+    # Two accumulators of block_m rows must fit in registers (see benchmarks.kernels_aot), and what
+    # converting e4m3 takes where the device does it in software.
+    keys = 64 if not small else 16 if fp8 else 32
     if width > 128:
-        return AttentionTile(32, 32, 8, 1 if small else 2)
+        return AttentionTile(32, min(keys, 32), 8, 1 if small else 2)
     if width > 64:
-        return AttentionTile(64, 32 if small else 64, 8, 1 if small else 2)
-    return AttentionTile(64, 32 if small else 64, 4, 2)
+        return AttentionTile(64, keys, 8, 1 if small else 2)
+    return AttentionTile(64, keys, 4, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,13 +363,13 @@ class AttentionInput:
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionInput, tile: AttentionTile
+    q: Tensor, k_cache: Cache, v_cache: Cache, step: AttentionInput, tile: AttentionTile
 ) -> Tensor:
     """Causal attention of each row over its sequence's blocks, softmax scale D^-1/2.
 
     q: [T, query heads · D], contiguous; k_cache: [blocks, kv_heads, D, size]; v_cache: [blocks,
-    kv_heads, size, D], any strides, q's dtype. Returns [T, query heads · D]; rows that see nothing
-    give zeros.
+    kv_heads, size, D], any strides, q's dtype or quantised. Returns [T, query heads · D]; rows that
+    see nothing give zeros.
 
     Raises:
         ValueError: naming the argument with a wrong shape, dtype, device, stride or block id.
@@ -350,11 +378,12 @@ def paged_attention(
     check(q, "q", (len(step.positions), heads.query * heads.dim), FLOATS, q.device)
     require(q.is_contiguous(), "q", "must be contiguous")
     check_caches(k_cache, v_cache, heads, q.device)
-    require(k_cache.dtype == q.dtype, "k_cache", f"dtype must be q's {q.dtype}")
+    same = is_fp8(k_cache) or data_of(k_cache).dtype == q.dtype
+    require(same, "k_cache", f"dtype must be q's {q.dtype}")
     require(step.span % tile.block_n == 0, "step", f"span must be a multiple of {tile.block_n}")
     require(step.span % size == 0, "k_cache", f"block size {size} must divide span {step.span}")
     require(tile.rows(heads.query // heads.kv) > 0, "tile", "fewer rows than heads in a group")
-    blocks, highest = len(k_cache), step.highest_block
+    blocks, highest = k_cache.shape[0], step.highest_block
     require(highest < blocks, "block_table", f"block id {highest} of a pool of {blocks} blocks")
     out = torch.empty_like(q)
     for launch in attention_launches(q, k_cache, v_cache, out, step, tile):
@@ -364,8 +393,8 @@ def paged_attention(
 
 def attention_launches(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     out: Tensor,
     step: AttentionInput,
     tile: AttentionTile,
@@ -373,7 +402,7 @@ def attention_launches(
     """Return the launches of checked arguments: the spans, then their merging."""
     heads, lists, programs = step.heads, step.buffers, persistent_programs(q.device)
     size, width = k_cache.shape[-1], pad(heads.dim)
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
+    tensors = {"q": q, "out": out}
     rows = {"positions": step.positions, "table": step.table, "counts": lists.counts}
     work = {"items": lists.items, "entry_rows": lists.entry_rows}
     work |= {"entry_slots": lists.entry_slots, "group_spans": lists.group_spans}
@@ -382,12 +411,13 @@ def attention_launches(
     scalars = {"scale": heads.dim**-0.5 * _LOG2_E, "table_stride": step.table.stride(0)}
     model = {"q_heads": heads.query, "dim": heads.dim, "block_d": width}
     blocks = {"size": size, "span": step.span, "window": step.window or 0}
-    tiles = {"block_m": tile.block_m, "block_n": tile.block_n, "run": _run(k_cache, tile.block_n)}
+    run = _run(data_of(k_cache), tile.block_n)
+    tiles = {"block_m": tile.block_m, "block_n": tile.block_n, "run": run, "fp8": is_fp8(k_cache)}
     spans = Launch(
         _attend,
         (programs,),
         {**tensors, **rows, **work, "group_tables": lists.group_tables, **parts, **scalars}
-        | cache_strides(k_cache, v_cache),
+        | cache_arguments(k_cache, v_cache),
         {**model, "kv_heads": heads.kv, **blocks, **tiles},
         tile.num_warps,
         tile.num_stages,

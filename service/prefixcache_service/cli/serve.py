@@ -73,6 +73,10 @@ MaxModelLen = Annotated[
 ]
 Seed = Annotated[int | None, flag("Base of random streams of requests without a seed; else drawn.")]
 BlockSize = Annotated[int, flag("Tokens in a block: 1, 2, 4 … 128.")]
+KvDtype = Annotated[
+    Literal["auto", "fp8"],
+    flag("Of keys and values; auto is the model's. fp8 (e4m3) holds twice as much as bfloat16."),
+]
 Blocks = Annotated[int | None, flag("Size of the pool in blocks.")]
 KvBytes = Annotated[
     Any,
@@ -137,6 +141,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     max_model_len: MaxModelLen = None,
     seed: Seed = None,
     block_size: BlockSize = 16,
+    kv_cache_dtype: KvDtype = "auto",
     num_gpu_blocks_override: Blocks = None,
     kv_cache_memory_bytes: KvBytes = None,
     gpu_memory_utilization: Utilization = 0.9,

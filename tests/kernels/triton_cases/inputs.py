@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from prefixcache.model.attention import StepInput, plan_step
-from prefixcache_kernels import Heads, StepWork
+from prefixcache_kernels import Cache, Heads, QuantizedCache, StepWork, reference
 from prefixcache_kernels.triton_backend import TritonKernels
 from prefixcache_kernels.triton_backend.twins import dense_attention
 
@@ -30,6 +30,18 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.float(), expected.float(), **CLOSE[actual.dtype])
+
+
+def quantized(cache: Tensor, token_dim: int) -> tuple[QuantizedCache, Tensor]:
+    """A cache in e4m3, and what it stands for, in float32; NaN where nothing was written.
+
+    token_dim: of the cache's dimensions, the one of the tokens in a block.
+    """
+    codes, scales = reference.quantize(cache.mT if token_dim == 3 else cache)
+    values = codes.float() * scales.unsqueeze(-1)
+    if token_dim == 3:
+        codes, values = codes.view(torch.uint8).mT.contiguous().view(codes.dtype), values.mT
+    return QuantizedCache(codes, scales), values
 
 
 @dataclass
@@ -76,7 +88,7 @@ def attend(
     window: int | None = None,
     span: int = 64,
     run_rows: int | None = 16,
-    caches: tuple[Tensor, Tensor] | None = None,
+    caches: tuple[Cache, Cache] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of random queries by the kernels, and by the twin from each row's own table."""
     heads, dtype = pool.heads, pool.keys.dtype

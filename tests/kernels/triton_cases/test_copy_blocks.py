@@ -13,6 +13,8 @@ BATCHES = {
     "fan": [(3, 0), (3, 1), (3, 6)],
     "chain": [(0, 1), (1, 2), (2, 3)],
     "swap": [(4, 5), (5, 4)],
+    "FK-04, chain": [(3, 5), (5, 7)],
+    "FK-04, swap": [(2, 4), (4, 2)],
     "cycle beside a move": [(0, 1), (1, 2), (2, 0), (5, 6), (1, 4)],
     "onto itself": [(2, 2), (2, 3)],
     "none": [],
@@ -34,7 +36,8 @@ def _twin(cache: Tensor, copies: list[tuple[int, int]]) -> Tensor:
 @every_dtype
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_block_gets_what_was_there_before(dtype: torch.dtype, name: str) -> None:
-    keys, values = noise(2, 7, 3, 20, 8, dtype=dtype), noise(2, 7, 3, 8, 20, dtype=dtype)
+    """FK-04: in every layer, whole blocks, K and V."""
+    keys, values = noise(2, 8, 3, 20, 8, dtype=dtype), noise(2, 8, 3, 8, 20, dtype=dtype)
     expected = [_twin(cache, BATCHES[name]) for cache in (keys, values)]
     copy_blocks([keys, values], *_pairs(BATCHES[name]))
     assert torch.equal(keys, expected[0])

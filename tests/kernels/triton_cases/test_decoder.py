@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from prefixcache.model.decode_graph import DecodeGraph, DecodeGraphs, batch_sizes
+from prefixcache.model.kv_cache import FP8
+from prefixcache_kernels import QuantizedCache
 from tests.model.checkpoints import write_checkpoint
 from tests.model.served import Served
 
@@ -51,6 +53,24 @@ def test_prefill_decode_and_forks_equal_the_torch_backend(name: str, tmp_path: P
     for part in ("keys", "values"):
         pools = getattr(ours.cache, part), getattr(theirs.cache, part)
         torch.testing.assert_close(*pools, rtol=0, atol=1e-4, equal_nan=True)
+
+
+def test_quantised_keys_and_values_equal_the_torch_backend(tmp_path: Path) -> None:
+    """Prefill, a copied block, and decoding; one step of e4m3 is up to a sixteenth of a value."""
+    directory = write_checkpoint(tmp_path)
+    ours, theirs = (
+        Served(directory, backend, blocks=8, kv_dtype=FP8) for backend in ("triton", "torch")
+    )
+    tokens = ours.tokens(25)
+    for served in (ours, theirs):
+        served.run((tokens[:20], 0, [3, 1]))
+        served.cache.copy_blocks([(1, 5)])
+    step = [(tokens[20:], 20, [3, 5])]
+    torch.testing.assert_close(ours.run(*step), theirs.run(*step), rtol=0, atol=0.05)
+    for mine, other in zip(ours.cache.layers, theirs.cache.layers, strict=True):
+        for x, y in zip(mine, other, strict=True):
+            assert isinstance(x, QuantizedCache)
+            torch.testing.assert_close(x.scales, y.scales, rtol=0.1, atol=0, equal_nan=True)
 
 
 def test_a_decode_graph_serves_steps_of_any_size_up_to_its_own(tmp_path: Path) -> None:

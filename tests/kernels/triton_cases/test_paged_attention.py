@@ -25,6 +25,7 @@ from tests.kernels.triton_cases.inputs import (
     every_dtype,
     noise,
     planned,
+    quantized,
 )
 
 SMALL = Heads(4, 2, 16)
@@ -80,6 +81,20 @@ def test_every_dtype_equals_the_twin(dtype: torch.dtype, run_rows: int | None) -
 def test_spans_of_any_length_equal_the_twin(span: int, window: int | None) -> None:
     pool, step = _one(100, 18, SMALL, 16)
     out, expected = attend(pool, step, span=span, window=window)
+    assert_close(out, expected)
+
+
+@every_dtype
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_quantised_cache_gives_what_its_dequantised_values_give(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    """Slots never written hold NaN and NaN scales; heads that are no power of two."""
+    pool, step = _one(75, 20, Heads(6, 2, 80), 16, dtype=dtype)
+    (keys, k), (values, v) = quantized(pool.keys, 3), quantized(pool.values, 2)
+    pool.keys, pool.values = k.to(dtype), v.to(dtype)
+    out, expected = attend(pool, step, window=window, caches=(keys, values))
+    assert out.dtype == dtype
     assert_close(out, expected)
 
 

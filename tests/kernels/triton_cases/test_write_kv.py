@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefixcache_kernels import Heads, reference
+from prefixcache_kernels import Heads, QuantizedCache, reference
 from prefixcache_kernels.triton_backend import write_kv
 from tests.kernels.triton_cases.inputs import DEVICE, Pool, assert_close, every_dtype, noise
 
@@ -75,6 +75,60 @@ def test_rope_write_kv_equals_its_twins(
     )
     assert_close(out, q.flatten(1))
     _equal(pool, keys, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize(("heads", "size"), SIZES[:3], ids=str)
+def test_quantised_rows_are_the_twins(
+    dtype: torch.dtype, rotated: bool, heads: Heads, size: int
+) -> None:
+    """To the bit, but for codes that a rounding of the division decides."""
+    blocks = -(-64 // size)
+    slots = torch.tensor(SLOTS, device=DEVICE)
+    qkv = noise(len(slots), heads.query + 2 * heads.kv, heads.dim, dtype=dtype)
+    _, k, v = torch.split(qkv, [heads.query, heads.kv, heads.kv], 1)
+    ours, theirs = (_quantised_pool(blocks, heads, size) for _ in range(2))
+    if rotated:  # by nothing: position 0
+        angles = torch.cat((torch.ones(1, heads.dim // 2), torch.zeros(1, heads.dim // 2)), -1)
+        at = torch.zeros(len(slots), dtype=torch.int32, device=DEVICE)
+        write_kv.rope_write_kv(qkv.flatten(1), *ours, at, slots, angles.to(DEVICE), heads)
+    else:
+        write_kv.write_kv(k.flatten(1), v.flatten(1), *ours, slots)
+    live = slots >= 0
+    places = slots[live] // size, slots[live] % size
+    reference.write_kv(k[live], v[live], *theirs, *places)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.scales, other.scales, rtol=1e-6, atol=0, equal_nan=True)
+        assert int(mine.scales.isnan().logical_not().sum()) == int(live.sum()) * heads.kv
+        codes = [cache.data.view(torch.uint8).int() for cache in (mine, other)]
+        assert int((codes[0] - codes[1]).abs().max()) <= 1
+
+
+def test_e4m3_rounds_to_nearest_and_ties_to_even() -> None:
+    """All positive codes, the middles between them, and the floats beside those; either sign."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (codes[1:] + codes[:-1]) / 2
+    beside = [torch.nextafter(middle, torch.tensor(x)) for x in (0.0, 1e3)]
+    values = torch.cat((codes, middle, *beside, torch.full((3,), 448.0)))  # 508
+    heads, size = Heads(4, 4, 128), 1
+    x = torch.cat((values, torch.full((4,), 448.0))).view(128, 4).T.contiguous()  # 448 in each head
+    x[:, -1] = 448.0
+    ours, _ = pools = _quantised_pool(2, heads, size)
+    slots = torch.tensor([0, 1], device=DEVICE)
+    rows = torch.stack((x, -x)).to(DEVICE)  # [2, 4, 128]
+    write_kv.write_kv(rows.flatten(1), rows.flatten(1), *pools, slots)
+    assert ours.scales.eq(1.0).all()
+    expected = rows.to(torch.float8_e4m3fn).float()
+    assert torch.equal(ours.data.squeeze(-1).float(), expected)
+
+
+def _quantised_pool(blocks: int, heads: Heads, size: int) -> tuple[QuantizedCache, QuantizedCache]:
+    where = {"device": DEVICE, "dtype": torch.float8_e4m3fn}
+    scales = [torch.full((blocks, heads.kv, size), torch.nan, device=DEVICE) for _ in range(2)]
+    keys = torch.zeros(blocks, heads.kv, heads.dim, size, **where)
+    values = torch.zeros(blocks, heads.kv, size, heads.dim, **where)
+    return QuantizedCache(keys, scales[0]), QuantizedCache(values, scales[1])
 
 
 def test_block_ids_are_widened_before_they_meet_the_stride() -> None:
