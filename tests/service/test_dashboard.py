@@ -346,7 +346,7 @@ def test_the_page_without_scripts_has_the_figures(web, client):
 
 
 def test_a_scrape_and_the_page_are_answered_while_loading_and_draining(tiny_config):
-    running = DashboardServer(tiny_config, Access(), grace=2.0)
+    running = DashboardServer(tiny_config, Access(), grace=30.0)
     with Web(running) as web:
         page = web.get("/")
         assert page.status_code == 200
