@@ -1,5 +1,7 @@
 """Paged attention against dense float64, on every backend; and the bits of a row."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -78,14 +80,18 @@ def _attend(  # noqa: PLR0917
 def test_prefill_equals_dense_attention(
     backend: str, heads: Heads, block_size: int, window: int | None
 ) -> None:
+    """KN-06: head sizes that are no power of two; a whole prompt, the end of one, decode."""
     count = 300
     q, k, v = _tokens(count, heads)
     blocks = -(-count // block_size)
     ids = np.random.default_rng(1).permutation(blocks + 3)[:blocks].tolist()
     pool = _pool(blocks + 3, heads, block_size)
     _store(pool, k, v, ids)
-    out = _attend(backend, q, pool, rows_step([(count, count)], [ids], block_size), heads, window)
-    torch.testing.assert_close(out.double(), _dense(q, k, v, window), rtol=2e-5, atol=2e-5)
+    expected = _dense(q, k, v, window)
+    for rows in (count, 21, 1):
+        step = rows_step([(rows, count)], [ids], block_size)
+        out = _attend(backend, q[count - rows :], pool, step, heads, window)
+        torch.testing.assert_close(out.double(), expected[-rows:], rtol=2e-5, atol=2e-5)
 
 
 @every_backend
@@ -172,36 +178,121 @@ def test_sharers_read_a_span_together_and_get_the_bits_of_one_alone(backend: str
         torch.testing.assert_close(alone.double(), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.fixture
+def fresh_memory_is_nan() -> Iterator[None]:
+    """What torch hands out uninitialised holds NaN, as a buffer that was used before may."""
+    torch.use_deterministic_algorithms(True)  # with it goes fill_uninitialized_memory
+    assert torch.isnan(torch.empty(3)).all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @every_backend
-def test_rows_that_see_nothing_are_zero_and_spoil_nobody(backend: str) -> None:
+@pytest.mark.parametrize("blocks", [16, 64])
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+def test_rows_that_see_nothing_are_zero_and_spoil_nobody(backend: str, blocks: int) -> None:
+    """KN-10: a batch of 3 padded to 8 with length 0; block 0, which padding points at, is NaN.
+
+    KN-12: of 16 blocks or of many, which changes no bit.
+    """
     heads, size = Heads(4, 2, 32), 16
     q, k, v = _tokens(20, heads)
-    pool = _pool(3, heads, size)
-    _store(pool, k, v, [2, 1])  # block 0, which padding points at, stays NaN
-    step = rows_step([(1, 20), (1, 0), (1, 0)], [[2, 1], [], []], size)
-    out = _attend(backend, torch.cat((q[19:], q[:2])), pool, step, heads)
-    assert torch.equal(out[1:], torch.zeros(2, 4, 32))
-    torch.testing.assert_close(out[:1].double(), _dense(q, k, v, None)[19:], rtol=2e-5, atol=2e-5)
+    pool = _pool(blocks, heads, size)
+    _store(pool, k, v, [2, 1])
+    live, padding = [(1, 20), (2, 9), (1, 16)], [(1, 0)] * 5
+    step = rows_step([*live, *padding], [[2, 1], [2], [2], *[[]] * 5], size)
+    rows = torch.cat((q[19:], q[7:9], q[15:16]))
+    out = _attend(backend, torch.cat((rows, torch.full((5, 4, 32), HIDDEN))), pool, step, heads)
+    assert torch.equal(out[4:], torch.zeros(5, 4, 32))
+    expected = _dense(q, k, v, None)[[19, 7, 8, 15]]
+    torch.testing.assert_close(out[:4].double(), expected, rtol=2e-5, atol=2e-5)
+    alone = rows_step(live, [[2, 1], [2], [2]], size)
+    other = _pool(16, heads, size)
+    _store(other, k, v, [2, 1])
+    assert torch.equal(_attend(backend, rows, other, alone, heads), out[:4])
+
+
+@every_backend
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+def test_samples_of_a_small_pool_are_those_of_a_big_one(backend: str) -> None:
+    """KN-12: n = 4 behind 24 shared tokens, 16 blocks of which the first is full of NaN."""
+    heads, size, outs = Heads(4, 2, 32), 8, []
+    q, k, v = _tokens(24, heads)
+    tails = [_tokens(3, heads, seed=10 + i) for i in range(4)]
+    for blocks in (16, 300):
+        pool = _pool(blocks, heads, size)
+        _store(pool, k, v, [1, 2, 3])
+        for i, (_, tail_k, tail_v) in enumerate(tails):
+            _store(pool, tail_k, tail_v, [4 + i])
+        tables = [[1, 2, 3, 4 + i] for i in range(4)]
+        step = rows_step([(1, 27)] * 4 + [(1, 0)] * 4, [*tables, *[[]] * 4], size)
+        rows = torch.cat([tail_q[2:] for tail_q, _, _ in tails])
+        out = _attend(backend, torch.cat((rows, q[:4])), pool, step, heads)
+        for i, (_, tail_k, tail_v) in enumerate(tails):
+            whole = (torch.cat(pair) for pair in ((q, tails[i][0]), (k, tail_k), (v, tail_v)))
+            expected = _dense(*whole, None)[-1]
+            torch.testing.assert_close(out[i].double(), expected, rtol=2e-5, atol=2e-5)
+        outs.append(out)
+    assert torch.equal(*outs)
 
 
 @every_backend
 def test_an_empty_batch_is_no_work(backend: str) -> None:
+    """KN-10: zero requests."""
     heads = Heads(4, 2, 32)
     step = rows_step([], [], 16)
     assert _attend(backend, torch.zeros(0, 4, 32), _pool(2, heads, 16), step, heads).shape[0] == 0
 
 
 @every_backend
+@pytest.mark.parametrize("length", [30, 36, 61])
+def test_values_before_the_window_are_never_used(backend: str, length: int) -> None:
+    """KN-04: window 8, length 30; blocks before the window hold NaN, and then another's values.
+
+    With 36 and 61 such a block is in the same tile of keys as the window.
+    """
+    heads, size = Heads(4, 2, 32), 8
+    q, k, v = _tokens(length, heads)
+    blocks = -(-length // size)
+    ids = list(range(1, blocks + 1))
+    pool = _pool(blocks + 1, heads, size)
+    _store(pool, k, v, ids)
+    freed = ids[: (length - 8) // size]
+    assert freed
+    outs = []
+    for before in (HIDDEN, 1e4):
+        pool[0][freed], pool[1][freed] = before, before
+        step = rows_step([(1, length)], [ids], size)
+        outs.append(_attend(backend, q[-1:], pool, step, heads, 8))
+    assert torch.equal(*outs)
+    expected = _dense(q, k, v, 8)[-1:]
+    torch.testing.assert_close(outs[0].double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@every_backend
 def test_caches_may_be_strided_views(backend: str) -> None:
+    """KN-08: one pool [blocks, 2, …], K = view 0 and V = view 1, read and written through strides.
+
+    A block's own layout is [heads, dim, size] for K and [heads, size, dim] for V.
+    """
     heads, size = Heads(4, 2, 64), 16
     q, k, v = _tokens(150, heads)
     ids = [9, 3, 4, 8, 1, 0, 7, 5, 2, 6]
     plain = _pool(10, heads, size)
     _store(plain, k, v, ids)
     both = torch.full((10, 2, 2, 64 * size), HIDDEN)
-    both[:, 0], both[:, 1] = plain[0].flatten(2), plain[1].flatten(2)
     views = (both[:, 0].unflatten(-1, (64, size)), both[:, 1].unflatten(-1, (size, 64)))
+    assert not views[0].is_contiguous()
     step = rows_step([(150, 150)], [ids], size)
+    kernels = kernels_of(backend)
+    plan = kernels.prepare(
+        plan_step(step, size, [None], kernels.run_rows),
+        heads,
+        torch.cat((torch.ones(150, 32), torch.zeros(150, 32)), 1),
+    )
+    kernels.rope_write_kv(torch.cat((q, k, v), 1).flatten(1), plan, *views, None)
+    for view, written in zip(views, plain, strict=True):
+        torch.testing.assert_close(view, written, rtol=0, atol=0, equal_nan=True)
     expected = _attend(backend, q, plain, step, heads)
     assert torch.equal(_attend(backend, q, views, step, heads), expected)
 
@@ -228,7 +319,10 @@ def test_fixed_tiles_agree_with_free_ones() -> None:
 
 @every_backend
 def test_offsets_beyond_32_bits_reach_the_last_blocks(backend: str) -> None:
-    """Ids from 131,072 on overflow int32 once multiplied by a block's 2^14 elements."""
+    """KN-01: ids from 131,072 on overflow int32 once multiplied by a block's 2^14 elements.
+
+    Written, copied and read: one request on the last 3 of 131,100 blocks.
+    """
     heads, size, blocks = Heads(8, 8, 128), 16, 131_100
     # Pages are touched when they are written: of 17 GB, three blocks.
     pool = (torch.empty(blocks, 8, 128, size), torch.empty(blocks, 8, size, 128))
