@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from prefixcache import Engine, SamplingParams
+from prefixcache import BeamSearchParams, Engine, SamplingParams
 from prefixcache.engine.messages import (
     Abort,
     Event,
@@ -33,7 +33,7 @@ class Driver:
         self,
         name: str,
         tokens: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         cache_salt: str = "",
         priority: int = 0,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from prefixcache import Engine, SamplingParams
+from prefixcache import BeamSearchParams, Engine, SamplingParams
 from prefixcache.cache import BlockDigest, BlockManager, namespace_key
-from prefixcache.engine.messages import Finished, ForkBranch, PinPrefix
+from prefixcache.engine.messages import Finished, ForkBranch, PinPrefix, Usage
 from prefixcache.engine.outputs import RequestOutput
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import Driver, bits, run_one
@@ -236,12 +236,12 @@ def test_hm_01_a_waiting_request_is_counted_once(make_engine: MakeEngine) -> Non
     assert cached(engine, ids(1, 8)) == 0
     engine.execute(PinPrefix("pin", tuple(ids(1, 8)), 60.0))
     engine.step()
-    holder = driver.start("holder", ids(21, 32), greedy(20))
+    holder = driver.start("holder", ids(21, 28), greedy(24))
     driver.step()
     before = replace(engine.metrics.counters)
     # Six samples want a block each besides the prompt's: too many beside the holder.
     waiter = driver.start("waiter", ids(1, 9), greedy(2, n=6))
-    driver.step(18)
+    driver.step(20)
     assert not waiter.outputs
     assert replace(engine.metrics.counters, completion_tokens=2) == before
     driver.finish()
@@ -277,6 +277,64 @@ def test_hm_04_samples_count_their_prompt_once_and_not_as_cached(make_engine: Ma
         assert now.prompt_tokens - before.prompt_tokens == 9
         assert now.cached_tokens - before.cached_tokens == expected
         assert now.computed_tokens - before.computed_tokens == 9 - expected
+
+
+def test_hm_05_totals_are_the_sums_over_requests_however_they_end(make_engine: MakeEngine) -> None:
+    """HM-05: five requests, each aborted after two tokens; then others in other states.
+
+    The rule: what an admission counts, the request's own usage says too, whatever comes after; one
+    that was never admitted has computed nothing, and a search that was aborted has generated
+    nothing.
+    """
+    engine = make_engine(max_num_seqs=5, max_num_batched_tokens=32)
+    driver, counters = Driver(engine), engine.metrics.counters
+    usages: list[Usage] = []
+
+    def step(count: int = 1) -> None:
+        usages.extend(e.usage for e in driver.step(count) if isinstance(e, Finished))
+
+    for index in range(5):
+        driver.start(f"{index}", ids(1 + 10 * index, 6 + 10 * index), greedy(100))
+    step(2)
+    assert [len(driver.outputs[f"{index}"].outputs[0].token_ids) for index in range(5)] == [2] * 5
+    for index in range(5):
+        driver.abort(f"{index}")
+    step()
+    assert (counters.requests_aborted, counters.requests_finished) == (5, 0)
+    assert [(u.prompt_tokens, u.completion_tokens) for u in usages] == [(6, 2)] * 5
+
+    driver.start("in its prompt", ids(61, 130), greedy(9, n=3))
+    driver.start("queued", ids(131, 141), greedy(9, n=4))
+    step()
+    search = BeamSearchParams(2, max_tokens=9, ignore_eos=True)
+    driver.start("queued search", ids(141, 152), search)
+    for name in ("in its prompt", "queued", "queued search"):
+        driver.abort(name)
+    driver.start("search", ids(151, 163), search)
+    step(4)
+    driver.abort("search")
+    driver.start("to its end", ids(171, 184), greedy(3, n=2))
+    driver.start("a search to its end", ids(191, 205), search)
+    while engine.has_work:
+        step()
+    sums = {}
+    for name in ("prompt_tokens", "cached_tokens", "forked_tokens", "computed_tokens"):
+        sums[name] = sum(getattr(usage, name) for usage in usages)
+        assert sums[name] == getattr(counters, name), name
+    assert sums["prompt_tokens"] == 5 * 6 + 70 + 13 + 14 + 15
+    assert sum(usage.completion_tokens for usage in usages) == counters.completion_tokens
+    assert (counters.requests_aborted, counters.requests_finished) == (9, 2)
+
+
+def test_pc_03_outputs_are_those_of_cold_runs(make_engine: MakeEngine) -> None:
+    """PC-03 with salts, the part of a namespace that a request names: 'a', 'b', none, 'a'."""
+    engine = make_engine()
+    outputs = [
+        engine.generate([ids(1, 9)], greedy(6), cache_salt=s)[0] for s in ("a", "b", "", "a")
+    ]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 8]
+    cold = bits(run_one(make_engine(enable_prefix_caching=False), ids(1, 9), greedy(6)))
+    assert [bits(output.outputs[0]) for output in outputs] == [cold] * 4
 
 
 def test_pc_05_fields_of_a_namespace_cannot_stand_for_one_another(make_engine: MakeEngine) -> None:
@@ -347,7 +405,8 @@ def test_pc_11_a_chunks_half_block_is_not_published(
     """PC-11: [1..12] in chunks of 7 and 5; between them comes [1..12, 13].
 
     The first chunk fills one block and three tokens of the next. A request that does not wait gets
-    the one block; one that waits gets all three. Hits of free but cached blocks stay hits.
+    the one block; one that waits gets all three. Hits of free but cached blocks stay hits. The
+    budget is 7, not 6, so that there is some left for the second request beside the second chunk.
     """
     engine = make_engine(max_num_batched_tokens=7, max_num_seqs=4, wait_for_inflight=waits)
     driver = Driver(engine)
@@ -360,6 +419,19 @@ def test_pc_11_a_chunks_half_block_is_not_published(
     for _ in range(3):
         assert cached(engine, ids(1, 13)) == 12
         assert engine.manager.num_in_use == 0
+
+
+def test_pc_11_between_chunks_of_six_one_block_is_found(make_engine: MakeEngine) -> None:
+    """PC-11: chunks of 6; what a lookup finds between them, at the first and the second end."""
+    engine = make_engine(max_num_batched_tokens=6, max_num_seqs=4)
+    driver = Driver(engine)
+    driver.start("first", ids(1, 12), greedy(1))
+    data = np.array(ids(1, 13), np.uint32).tobytes()
+    found = []
+    for _ in range(2):
+        driver.step()
+        found.append(engine.manager.match(engine.requests.namespace(""), data).num_tokens)
+    assert found == [4, 12]
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -157,11 +157,12 @@ def test_the_oldest_of_the_most_urgent_is_never_preempted(
 
 
 def test_rc_01_an_aborted_group_stops_and_frees_its_blocks(make_engine: MakeEngine) -> None:
-    """RC-01: n = 4, aborted after three tokens; no step runs for it any more."""
-    engine = make_engine()
+    """RC-01: n = 4, max_tokens = 1000, aborted after three tokens; no step runs for it any more."""
+    long = {"max_position_embeddings": 2048}
+    engine = make_engine(model=long, max_model_len=1100, num_gpu_blocks_override=1100)
     driver = Driver(engine)
     free = engine.manager.num_available
-    output = driver.start("four", prompt(30), replace(SAMPLED, n=4, max_tokens=400))
+    output = driver.start("four", prompt(30), replace(SAMPLED, n=4, max_tokens=1000))
     driver.step(3)
     assert [len(sample.token_ids) for sample in output.outputs] == [3, 3, 3, 3]
     driver.abort("four")
