@@ -37,6 +37,8 @@ class EngineConfig:
         are the same bits however they are served; slower. On the CPU that is always so.
     enforce_eager: launch every step kernel by kernel; else decode steps are replayed from graphs
         that are captured at start, where the kernels allow it (Triton's).
+    activation_quantization: None, or "int8": on the CPU, linear layers on Q8_0, Q4_0 and Q4_1
+        weights quantise their input in groups of 32; faster, and other numbers than float32.
     num_threads: CPU threads of the model; None leaves it to torch.
     metrics_tenants: cache salts whose tokens are counted apart, the first so many; 0: none.
     """
@@ -63,6 +65,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     batch_invariant: bool = False
     enforce_eager: bool = False
+    activation_quantization: str | None = None
     num_threads: int | None = None
     metrics_tenants: int = 0
 
@@ -70,6 +73,10 @@ class EngineConfig:
         _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype {self.dtype!r}")
         _require(self.device in ("auto", "cpu", "cuda"), f"device {self.device!r}")
         _require(self.kv_cache_dtype in ("auto", "fp8"), f"kv_cache_dtype {self.kv_cache_dtype!r}")
+        _require(
+            self.activation_quantization in (None, "int8"),
+            f"activation_quantization {self.activation_quantization!r}: None or 'int8'",
+        )
         size = self.block_size
         _require(
             1 <= size <= 128 and size & (size - 1) == 0,

@@ -24,7 +24,7 @@ from prefixcache.model.config import ModelConfig
 from prefixcache.model.decode_graph import DecodeGraphs
 from prefixcache.model.decoder import Decoder
 from prefixcache.model.kv_cache import FP8, KVCache, check_dtype
-from prefixcache.model.loader import load_checkpoint
+from prefixcache.model.loader import Checkpoint, load_checkpoint
 from prefixcache.model.selftest import check_batch_invariance
 from prefixcache.model.tokenizer import Tokenizer
 
@@ -76,6 +76,7 @@ def build_parts(
             max_model_len=min(longest, model.max_position),
             backend=config.attention_backend,
             batch_invariant=config.batch_invariant,
+            activation_quantization=config.activation_quantization,
         )
     except ValueError as error:
         raise ConfigurationError(f"attention_backend: {error}") from None
@@ -118,7 +119,7 @@ def build_parts(
         requests=RequestBuilder(
             config,
             checkpoint.tokenizer,
-            fingerprint=checkpoint.fingerprint,
+            fingerprint=_fingerprint(checkpoint, config),
             model=model,
             num_blocks=num_blocks,
             max_model_len=length,
@@ -148,6 +149,11 @@ def _capture(
         max_tokens=longest,
         progress=lambda done, total: report("capture graphs", done, total),
     )
+
+
+def _fingerprint(checkpoint: Checkpoint, config: EngineConfig) -> bytes:
+    """Of the namespaces: other arithmetic gives other keys and values for the same tokens."""
+    return checkpoint.fingerprint + (config.activation_quantization or "").encode()
 
 
 def _same_bits(decoder: Decoder, kv_dtype: torch.dtype) -> bool:

@@ -63,6 +63,10 @@ Invariant = Annotated[
 ]
 Eager = Annotated[bool, flag("Replay no decode step from a captured graph (Triton's kernels).")]
 Threads = Annotated[int | None, flag("CPU threads of the model.")]
+Activations = Annotated[
+    Literal["none", "int8"],
+    flag("Input of linear layers on Q8_0, Q4_0 and Q4_1 weights; int8 is faster (CPU only)."),
+]
 MaxModelLen = Annotated[
     Any,
     flag(
@@ -137,6 +141,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     attention_backend: Backend = "auto",
     batch_invariant: Invariant = False,
     enforce_eager: Eager = False,
+    activation_quantization: Activations = "none",
     num_threads: Threads = None,
     max_model_len: MaxModelLen = None,
     seed: Seed = None,
@@ -181,6 +186,9 @@ def serve(  # noqa: PLR0917 (each is a flag)
 
     engine_fields = EngineConfig.__dataclass_fields__
     engine = {name: value for name, value in context.params.items() if name in engine_fields}
+    engine["activation_quantization"] = (
+        None if activation_quantization == "none" else activation_quantization
+    )
     log.configure(log_level)
     access = Access(show_prompts, tuple(name.lower() for name in http_allowed_host or ()))
     http_on = http_port if http else None
