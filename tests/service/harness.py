@@ -22,7 +22,6 @@ import torch
 from prefixcache.engine.engine import Engine
 from prefixcache.engine.scheduler import ScheduledRow
 from prefixcache_service.cli import main
-from prefixcache_service.cli import serve as serve_command
 from tests.engine.seeded import InjectedFault, SeededFaults
 
 
@@ -76,9 +75,11 @@ def answer(harness: Harness) -> None:
 if __name__ == "__main__":
     harness = Harness()
 
-    def make_engine(config, report):  # type: ignore[no-untyped-def]
-        return Engine(config, progress=report, injection=harness)
+    make = Engine.__init__
 
-    serve_command._make_engine = make_engine
+    def make_with_injection(self: Engine, *arguments: object, **named: object) -> None:
+        make(self, *arguments, **named, injection=harness)  # type: ignore[arg-type]
+
+    Engine.__init__ = make_with_injection  # type: ignore[method-assign]
     threading.Thread(target=answer, args=(harness,), daemon=True).start()
     main()
