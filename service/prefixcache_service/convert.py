@@ -19,6 +19,8 @@ from prefixcache_service.v1 import prefixcache_pb2 as pb
 
 MAX_BRANCHES = 256
 MAX_CONTINUATIONS = 256
+MAX_SCORED = 500_000
+"""Log-probabilities in one Score's reply, which is one message: some 60 bytes are left for each."""
 MAX_RELEASED = 1024
 MAX_CHAT_MESSAGES = 4096
 MAX_REQUEST_ID_CHARS = 128
@@ -161,6 +163,13 @@ def score(request: pb.ScoreRequest, edge: Edge) -> engine.Score:
         if len(prefix) + len(ids) > edge.max_model_len:
             raise InvalidArgument(where, _too_long(len(prefix), len(ids), edge))
         continuations.append(ids)
+    asked = sum(map(len, continuations)) * (1 + request.top_logprobs)
+    if asked > MAX_SCORED:
+        raise InvalidArgument(
+            "continuations",
+            f"have {asked} log-probabilities in all, their top ones included; at most "
+            f"{MAX_SCORED} go into one reply",
+        )
     return engine.Score(
         request_id=request_id(request.request_id, request.cache_salt),
         prefix_token_ids=prefix,

@@ -10,6 +10,7 @@ from prefixcache.engine import messages as engine
 from prefixcache_service.v1 import prefixcache_pb2 as pb
 
 MAX_POSITIONS = 1024  # a chunk with more, each with 65 log-probabilities, would near the size limit
+MAX_EVENT_ITEMS = 65_536  # events, digests and tokens of a message: 20 bytes at most for each
 
 TokenBytes = Callable[[int], bytes]
 
@@ -207,11 +208,17 @@ def _tenant(tenant: engine.TenantStats) -> pb.TenantStats:
 def cache_events(
     events: Sequence[engine.CacheEvent],
 ) -> Iterator[pb.WatchCacheEventsResponse]:
-    """Changes of the cache, in messages of bounded size."""
-    for at in range(0, len(events), MAX_POSITIONS):
-        yield pb.WatchCacheEventsResponse(
-            events=[_cache_event(event) for event in events[at : at + MAX_POSITIONS]]
-        )
+    """Changes of the cache, in messages of bounded size: an event may be a whole prompt's."""
+    response, size = pb.WatchCacheEventsResponse(), 0
+    for event in events:
+        more = 1 + len(event.digests) + len(event.token_ids)
+        if response.events and size + more > MAX_EVENT_ITEMS:
+            yield response
+            response, size = pb.WatchCacheEventsResponse(), 0
+        response.events.append(_cache_event(event))
+        size += more
+    if response.events:
+        yield response
 
 
 def _cache_event(event: engine.CacheEvent) -> pb.CacheEvent:
