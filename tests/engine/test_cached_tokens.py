@@ -337,6 +337,18 @@ def test_pc_03_outputs_are_those_of_cold_runs(make_engine: MakeEngine) -> None:
     assert [bits(output.outputs[0]) for output in outputs] == [cold] * 4
 
 
+def test_se_02_the_seed_of_the_digests_is_secret_by_default(make_engine: MakeEngine) -> None:
+    """SE-02: two starts, two seeds; one that is given is kept. Reuse is the same either way."""
+    names = []
+    for seed in (None, None, 7, 7):
+        engine = make_engine(digest_seed=seed)
+        assert cached(engine, ids(1, 9)) == 0
+        assert cached(engine, ids(1, 9)) == 8
+        names.append(next(engine.manager.trie.walk()).last_digest)
+    assert len(set(names[:3])) == 3
+    assert names[2] == names[3]
+
+
 def test_pc_05_fields_of_a_namespace_cannot_stand_for_one_another(make_engine: MakeEngine) -> None:
     """PC-05: adapter 'x' and salt 'x'; adapter and salt 'ab', 'c' and 'a', 'bc'."""
     names = [("x", ""), ("", "x"), ("ab", "c"), ("a", "bc"), ("", ""), ("abc", ""), ("", "abc")]

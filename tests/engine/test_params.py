@@ -11,6 +11,7 @@ from prefixcache.params import (
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    BeamSearchParams,
     SamplingParams,
 )
 
@@ -159,6 +160,22 @@ def test_sizes_of_numbers_that_stand_for_work_are_limited():
 def test_stop_strings_that_cannot_be_served_are_refused(stop):
     """SE-06: empty, too long, too many, no Unicode text."""
     assert refused_field(stop=stop) == "request.sampling.stop"
+
+
+def test_a_million_biases_are_counted_before_they_are_looked_at():
+    """SE-06: the first of them would be refused too, for its value."""
+    with pytest.raises(InvalidArgument, match="has 1000000 entries; at most 1024"):
+        SamplingParams(logit_bias=dict.fromkeys(range(10**6), math.nan)).validate(10**6)
+
+
+@pytest.mark.parametrize("value", [*NON_FINITE, -10.1, 10.1, 1e308, 10**400])
+def test_a_length_penalty_that_is_no_number_in_range_is_refused(value):
+    """SE-07: -1 and a denormal are numbers in its range."""
+    with pytest.raises(InvalidArgument) as caught:
+        BeamSearchParams(2, length_penalty=value).validate(V)
+    assert caught.value.field == "beam_search.length_penalty"
+    for good in (-1.0, DENORMAL, -10, 10):
+        BeamSearchParams(2, length_penalty=good).validate(V)
 
 
 @pytest.mark.parametrize("token", [-1, V, 2**31])
