@@ -1,7 +1,7 @@
 """The HTTP side: liveness, metrics and the page, on a port of its own.
 
-Knows the engine only as a snapshot of its figures; `metrics` gives them their names, `api` serves
-the page and what it shows and changes.
+Knows the engine only as a snapshot of its figures; `metrics` names them, `api` serves the page and
+what it shows and changes.
 """
 
 from collections.abc import Awaitable, Callable
@@ -17,13 +17,18 @@ from prefixcache.engine.messages import CacheStats
 from prefixcache.errors import PrefixCacheError
 from prefixcache_service.api import Dashboard, refusals
 from prefixcache_service.guard import Guarded
-from prefixcache_service.metrics import render_metrics
 
 
 def make_app(
-    is_serving: Callable[[], bool], stats: Callable[[], Awaitable[CacheStats]], dashboard: Dashboard
+    is_serving: Callable[[], bool],
+    stats: Callable[[], Awaitable[CacheStats]],
+    render: Callable[[CacheStats], bytes],
+    dashboard: Dashboard,
 ) -> Starlette:
-    """The application: /healthz answers 200 while the service is SERVING, else 503; /metrics; /."""
+    """The application: /healthz answers 200 while the service is SERVING, else 503; /metrics; /.
+
+    render: figures to the text of /metrics.
+    """
 
     async def healthz(request: Request) -> Response:
         ok = is_serving()
@@ -31,7 +36,7 @@ def make_app(
 
     async def metrics(request: Request) -> Response:
         try:
-            page = render_metrics(await stats())
+            page = render(await stats())
         except PrefixCacheError as error:
             return PlainTextResponse(f"{error}\n", 503)
         return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from prefixcache.engine.messages import CacheStats
 from prefixcache.errors import ConfigurationError, Unavailable
 from prefixcache_service import http, log
 from prefixcache_service.api import Access, Dashboard
@@ -28,6 +29,7 @@ from prefixcache_service.limits import (
     DEFAULT_HTTP_PORT,
     DEFAULT_PORT,
 )
+from prefixcache_service.metrics import Compat, render_metrics
 from prefixcache_service.ports import address, listen
 from prefixcache_service.servicer import Servicer
 from prefixcache_service.web import WebServer
@@ -55,6 +57,7 @@ class ServerConfig:
     grace: seconds. access: what the page at / shows, and to whom.
     keepalive: seconds of silence after which a client is asked whether it is still there. It has
         half of that to answer, or its calls end: it may be frozen, or cut off without a goodbye.
+    metrics_compat: whose names /metrics has besides ours.
     """
 
     host: str = DEFAULT_HOST
@@ -64,6 +67,7 @@ class ServerConfig:
     grace: float = 10.0
     access: Access = field(default_factory=Access)
     keepalive: float = 20.0
+    metrics_compat: Compat = "none"
 
     def keepalive_options(self) -> tuple[tuple[str, int], ...]:
         """As gRPC names them."""
@@ -91,8 +95,11 @@ class Server:
         self._grpc = grpc.aio.server(options=options)
         self._dashboard = Dashboard(self._front.call, self._threads, config.access)
         self._web = WebServer(
-            http.make_app(lambda: self._serving, self._servicer.stats, self._dashboard)
+            http.make_app(
+                lambda: self._serving, self._servicer.stats, self._render_metrics, self._dashboard
+            )
         )
+        self._model_name = ""
         self._engine_loop: EngineLoop | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.port = 0
@@ -136,6 +143,7 @@ class Server:
         engine = await asyncio.to_thread(make)
         served = await asyncio.to_thread(describe, engine)
         self._servicer.serve(served)
+        self._model_name = served.info.name
         self._engine_loop = EngineLoop(engine, self._front.deliver)
         self._engine_loop.start()
         self._front.connect(self._engine_loop)
@@ -186,6 +194,10 @@ class Server:
         await self._set_health(serving=False)
         self._front.fail_all(Unavailable("the engine has stopped after a fault"))
         log.error("engine_down")
+
+    def _render_metrics(self, stats: CacheStats) -> bytes:
+        compat = self._config.metrics_compat
+        return render_metrics(stats, compat=compat, model_name=self._model_name)
 
     async def _set_health(self, *, serving: bool) -> None:
         self._serving = serving

@@ -71,7 +71,7 @@ def test_beam_prints_the_best_first_and_their_scores(run, client):
 
 def test_tables_and_trees_are_for_people(run, client):
     assert run("tree").stdout == "no sequences\n"
-    assert "blocks total" in run("stats").stdout
+    assert "hit rate" in run("stats").stdout
     parent = client.generate(PROMPT, max_tokens=2, keep_seconds=60)
     run("fork", parent.sequence_id, "--keep", "60", "--max-tokens", "2")
     lines = run("tree").stdout.splitlines()

@@ -1,6 +1,5 @@
 """The commands that talk to a running server: generate, fork, beam, tree, stats."""
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -8,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.tree import Tree
 
-from prefixcache.engine.messages import CacheStats, SequenceInfo
+from prefixcache.engine.messages import SequenceInfo
 from prefixcache_service.cli.config import ConfigFile, flag
+from prefixcache_service.cli.stats import as_plain, as_tables
 from prefixcache_service.client import Client, Stream
 from prefixcache_service.limits import DEFAULT_TARGET
 from prefixcache_service.requests import Branch, Prompt, Sampling
@@ -183,13 +182,13 @@ def tree(
 def stats(
     as_json: AsJson = False, server: Server = DEFAULT_TARGET, config: ConfigFile = None
 ) -> None:
-    """Show the pool and what the cache has saved."""
+    """Show the pool, what the cache has saved, why not more, and what a larger pool would save."""
     with Client(server) as client:
         figures = client.stats()
     if as_json:
-        _print_json(figures)
+        _print_json(as_plain(figures))
     else:
-        _console().print(_table(figures))
+        _console().print(as_tables(figures))
 
 
 def _sampling(
@@ -288,16 +287,6 @@ def _line(info: SequenceInfo) -> str:
     at = f", forked at {info.fork_position}" if info.parent_id else ""
     blocks = f"{info.own_blocks} own + {info.shared_blocks} shared blocks"
     return f"{info.sequence_id}  {info.state}{kept}, {info.num_tokens} tokens{at}, {blocks}"
-
-
-def _table(figures: CacheStats) -> Table:
-    table = Table(show_header=False, box=None)
-    for name, value in dataclasses.asdict(figures).items():
-        if name != "extra":
-            table.add_row(name.replace("_", " "), str(value))
-    for name, value in sorted(figures.extra.items()):
-        table.add_row(name.replace("_", " "), f"{value:g}")
-    return table
 
 
 def _print_json(value: Any) -> None:

@@ -124,6 +124,12 @@ TracesEndpoint = Annotated[
     str | None,
     flag(
         "Send traces to this OpenTelemetry collector, by OTLP over gRPC.",
+MetricsCompat = Annotated[
+    Literal["none", "vllm"], flag("Add the names of vLLM to /metrics, for its dashboards.")
+]
+MetricsTenants = Annotated[
+    int, flag("Cache salts whose tokens are counted apart, by a digest of them; 0: none.")
+]
         metavar="http://HOST:4317",
     ),
 ]
@@ -172,6 +178,8 @@ def serve(  # noqa: PLR0917 (each is a flag)
     config: ConfigFile = None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C. Prints one line when it is ready.
+    metrics_compat: MetricsCompat = "none",
+    metrics_tenants: MetricsTenants = 0,
 
     Exit code 0 after a signal, 1 where it cannot start or the engine has died of a fault.
 
@@ -192,7 +200,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     log.configure(log_level)
     access = Access(show_prompts, tuple(name.lower() for name in http_allowed_host or ()))
     http_on = http_port if http else None
-    where = ServerConfig(host, port, http_host, http_on, grace, access, keepalive)
+    where = ServerConfig(host, port, http_host, http_on, grace, access, keepalive, metrics_compat)
     _exit_at_once(
         asyncio.new_event_loop().run_until_complete(
             _serve(where, EngineConfig(**engine), otlp_traces_endpoint)
