@@ -12,7 +12,7 @@ DEVICE ?=
 # How long `make soak` runs.
 SECONDS ?= 1800
 
-.PHONY: help demo serve test test-all soak load gpu-check check format proto clean
+.PHONY: help data demo serve test test-all soak load gpu-check check format proto clean
 
 help:
 	@echo "make demo      install, fetch the default model, start a server, run a guided tour"
@@ -21,6 +21,7 @@ help:
 	@echo "make soak      everything at once for half an hour (SECONDS=120 ARGS='--seed 7')"
 	@echo "make load      latency against offered rate, beside a peer's server"
 	@echo "make gpu-check what only a GPU can show (DEVICE=cpu: toy sizes, interpreted)"
+	@echo "make data      fetch the public traces that the simulator replays"
 	@echo "make check     format, lint, types, import rule, generated stubs"
 	@echo "make format    apply the format              make proto      generate the stubs"
 
@@ -52,6 +53,9 @@ soak: $(VENV)/model
 
 load: $(VENV)/model
 	$(BIN)/python -m benchmarks.load --json $(ARGS)
+
+data: $(VENV)/installed
+	$(BIN)/python -m benchmarks.traces
 
 gpu-check: $(VENV)/installed
 	$(BIN)/python -m benchmarks.gpu_check $(if $(DEVICE),--device $(DEVICE)) $(ARGS)

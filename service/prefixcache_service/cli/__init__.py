@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from prefixcache.errors import PrefixCacheError
-from prefixcache_service.cli import client, pull, serve, top
+from prefixcache_service.cli import client, pull, serve, simulate, top
 from prefixcache_service.cli.config import SETTINGS, flag
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ Serve a language model whose KV cache is a tree that clients can fork.
   prefixcache serve                      serve it on 127.0.0.1:50051
   prefixcache generate "Once upon" --keep 60
   prefixcache fork SEQUENCE_ID --text " a time" --text " no time"
+  prefixcache simulate TRACE             what other pools would give
   prefixcache top                        watch the cache at work
 
 Each flag can also be set as an environment variable (--max-tokens as PREFIXCACHE_MAX_TOKENS) or in
@@ -39,6 +40,7 @@ app.command("beam", context_settings=SETTINGS)(client.beam)
 app.command("tree", context_settings=SETTINGS)(client.tree)
 app.command("stats", context_settings=SETTINGS)(client.stats)
 app.command("top", context_settings=SETTINGS)(top.top)
+app.command("simulate", context_settings=SETTINGS)(simulate.simulate)
 app.command("pull", context_settings=SETTINGS)(pull.pull)
 
 
