@@ -120,16 +120,16 @@ Keepalive = Annotated[
     float,
     flag("Seconds of silence before a client is asked whether it is there.", min=1, max=7200),
 ]
-TracesEndpoint = Annotated[
-    str | None,
-    flag(
-        "Send traces to this OpenTelemetry collector, by OTLP over gRPC.",
 MetricsCompat = Annotated[
     Literal["none", "vllm"], flag("Add the names of vLLM to /metrics, for its dashboards.")
 ]
 MetricsTenants = Annotated[
     int, flag("Cache salts whose tokens are counted apart, by a digest of them; 0: none.")
 ]
+TracesEndpoint = Annotated[
+    str | None,
+    flag(
+        "Send traces to this OpenTelemetry collector, by OTLP over gRPC.",
         metavar="http://HOST:4317",
     ),
 ]
@@ -173,13 +173,13 @@ def serve(  # noqa: PLR0917 (each is a flag)
     show_prompts: ShowPrompts = False,
     grace: Grace = 10.0,
     keepalive: Keepalive = 20.0,
+    metrics_compat: MetricsCompat = "none",
+    metrics_tenants: MetricsTenants = 0,
     otlp_traces_endpoint: TracesEndpoint = None,
     log_level: LogLevel = "info",
     config: ConfigFile = None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C. Prints one line when it is ready.
-    metrics_compat: MetricsCompat = "none",
-    metrics_tenants: MetricsTenants = 0,
 
     Exit code 0 after a signal, 1 where it cannot start or the engine has died of a fault.
 
