@@ -30,12 +30,14 @@ def main() -> None:
     requests = synthetic(limit) if path is None else read_trace(path, limit=limit).requests
     report.add("trace", "synthetic" if path is None else path.name)
     report.add("blocks", sum(len(s.blocks) for r in requests for s in r.sequences))
-    rates = []
+    rates, on_cpu = [], []
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         hits = Replay(POOL, MOONCAKE_BLOCK).run(requests)
         rates.append(hits.asked_blocks / (time.perf_counter() - began))
+        on_cpu.append(hits.asked_blocks / (time.process_time() - used))
     report.add("blocks_per_s", max(rates), unit="best of 3", at_least=200_000)
+    report.add("blocks_per_cpu_s", max(on_cpu), unit="by processor time, for a busy machine")
     numbers = BlockNumbers(requests, MOONCAKE_BLOCK)
     report.add("hit_rate", hits.block_rate, unit=f"{POOL:,} blocks")
     report.add("hit_rate_lru", plain_lru(numbers, POOL).block_rate)

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -101,6 +102,10 @@ MaxSeqs = Annotated[int, flag("Sequences that run at once.")]
 MaxTokens = Annotated[int, flag("Token budget of a step.")]
 MaxQueue = Annotated[int, flag("Requests that may wait; more are refused.")]
 Wait = Annotated[bool, flag("Wait for prompt blocks that another request computes.")]
+Record = Annotated[
+    Path | None,
+    flag("Append lengths and keyed digests of requests, for `simulate`.", metavar="FILE"),
+]
 Host = Annotated[str, flag("Address for gRPC.")]
 Port = Annotated[int, flag("Port for gRPC; 0 takes a free one.", min=0, max=65535)]
 Http = Annotated[bool, flag("Serve the page, /metrics and /healthz.")]
@@ -164,6 +169,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     max_num_batched_tokens: MaxTokens = 512,
     max_queue: MaxQueue = 1024,
     wait_for_inflight: Wait = True,
+    record: Record = None,
     host: Host = DEFAULT_HOST,
     port: Port = DEFAULT_PORT,
     http: Http = True,
@@ -203,16 +209,19 @@ def serve(  # noqa: PLR0917 (each is a flag)
     where = ServerConfig(host, port, http_host, http_on, grace, access, keepalive, metrics_compat)
     _exit_at_once(
         asyncio.new_event_loop().run_until_complete(
-            _serve(where, EngineConfig(**engine), otlp_traces_endpoint)
+            _serve(where, EngineConfig(**engine), otlp_traces_endpoint, record)
         )
     )
 
 
-async def _serve(where: "ServerConfig", config: EngineConfig, traces: str | None) -> int:
+async def _serve(
+    where: "ServerConfig", config: EngineConfig, traces: str | None, record: Path | None
+) -> int:
     """Run a server; returns the exit code."""
     from prefixcache_service.server import Server  # noqa: PLC0415
 
     tracing = None if traces is None else _tracing(traces)
+    recording = None if record is None else _open_record(record)
     server = Server(where)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -220,7 +229,7 @@ async def _serve(where: "ServerConfig", config: EngineConfig, traces: str | None
     await server.open()
     stopping = asyncio.create_task(stop.wait())
     with progress() as report:
-        make = partial(_make_engine, config, report, tracing)
+        make = partial(_make_engine, config, report, tracing, recording)
         loading = asyncio.create_task(server.load(make))
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
@@ -245,14 +254,33 @@ async def _serve(where: "ServerConfig", config: EngineConfig, traces: str | None
     return 0 if stop.is_set() else 1  # a supervisor starts it anew
 
 
-def _make_engine(config: EngineConfig, report: Any, tracing: "Tracing | None") -> "Engine":
+def _make_engine(
+    config: EngineConfig, report: Any, tracing: "Tracing | None", recording: TextIO | None
+) -> "Engine":
     from prefixcache.engine.engine import Engine  # noqa: PLC0415 (brings in torch)
 
     engine = Engine(config, progress=report)
     if tracing is not None:
         engine.observers.add(tracing)
+    if recording is not None:
+        _record(engine, recording)
     gc.freeze()  # the model stays for good: collections need not walk over it
     return engine
+
+
+def _open_record(path: Path) -> TextIO:
+    """Before the model is loaded, so that a wrong path is said at once."""
+    from prefixcache.engine.recorder import open_record  # noqa: PLC0415 (brings in the engine)
+
+    return open_record(path)
+
+
+def _record(engine: "Engine", file: TextIO) -> None:
+    from prefixcache.engine.recorder import Recorder  # noqa: PLC0415
+
+    recorder = Recorder(file)
+    recorder.begin(engine.config.block_size, engine.num_blocks)
+    engine.observers.add(recorder)
 
 
 def _tracing(endpoint: str) -> "Tracing":
