@@ -2,10 +2,12 @@
 
 PrefixCacheError
 ├── InvalidArgument      a request is wrong in itself; names the field
+├── Unauthenticated      no token or certificate that this server knows
+├── PermissionDenied     only for the operator
 ├── NotFound             no such sequence, pin or request (also: expired, or another tenant's)
 ├── AlreadyExists        the request id is in use
 ├── FailedPrecondition   right in itself, but not in this state
-├── ResourceExhausted    can never fit, or the queue is full; carries the arithmetic
+├── ResourceExhausted    can never fit, or not now; carries the arithmetic and when to retry
 ├── Unavailable          draining, or the engine is down
 ├── Unimplemented        a documented part of the contract that this build lacks
 ├── Cancelled            aborted by its caller
@@ -32,6 +34,14 @@ class InvalidArgument(PrefixCacheError):
         return InvalidArgument, (self.field, self.message)
 
 
+class Unauthenticated(PrefixCacheError):
+    """The caller showed no token or certificate that the server knows."""
+
+
+class PermissionDenied(PrefixCacheError):
+    """The caller is known, and may not do this."""
+
+
 class NotFound(PrefixCacheError):
     """Unknown, expired, or not the caller's."""
 
@@ -45,7 +55,18 @@ class FailedPrecondition(PrefixCacheError):
 
 
 class ResourceExhausted(PrefixCacheError):
-    """The request can never fit the configured limits, or the queue is full."""
+    """The request can never fit the configured limits, or does not fit them now.
+
+    retry_after: seconds after which it may, as far as that is known; None where it never will.
+    The sentence tells configured limits and the caller's own use, never what others hold.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[type["ResourceExhausted"], tuple[str, float | None]]:
+        return ResourceExhausted, (str(self), self.retry_after)
 
 
 class Unavailable(PrefixCacheError):

@@ -41,16 +41,24 @@ class BlockDigest:
 
 
 def namespace_key(
-    *, model: bytes, adapter: str = "", salt: str = "", private: int | None = None
+    *,
+    model: bytes,
+    adapter: str = "",
+    tenant: str = "",
+    salt: str | None = "",
+    private: int | None = None,
 ) -> bytes:
     """The key of a tree's root. Each field is tagged and length-delimited, so no two can be joined.
 
+    salt: None gives what the keys of all salts of this tenant begin with, and no others.
     private: a number of its own for a request that must match nothing.
 
     >>> namespace_key(model=b"m", adapter="x") == namespace_key(model=b"m", salt="x")
     False
     """
-    fields = [(b"M", model), (b"A", adapter.encode()), (b"S", salt.encode())]
+    fields = [(b"M", model), (b"A", adapter.encode()), (b"T", tenant.encode())]
+    if salt is not None:
+        fields.append((b"S", salt.encode()))
     if private is not None:
         fields.append((b"P", struct.pack("<Q", private)))
     return b"".join(tag + struct.pack("<Q", len(value)) + value for tag, value in fields)

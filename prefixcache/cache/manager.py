@@ -350,12 +350,11 @@ class BlockManager:
         pin = Pin(self.trie.node_at(node, match.num_blocks))
         self.trie.hold(pin.node)
         self.pins.add(pin)
-        pinned = self.num_pinned()
-        if pinned > self._max_pinned:
+        if self.num_pinned() > self._max_pinned:
             self.unpin(pin)
             raise ResourceExhausted(
-                f"this pin would bring all pins to {pinned} blocks; at most {self._max_pinned} of "
-                f"{self.pool.num_blocks} may be pinned"
+                f"{pin.num_blocks} blocks cannot be pinned now: all pins together may hold at most "
+                f"{self._max_pinned} of the pool's {self.pool.num_blocks}"
             )
         return pin
 
@@ -374,15 +373,14 @@ class BlockManager:
                 node = node.parent
         return sum(len(node.blocks) for node in nodes)
 
-    def flush(self, namespace: bytes | None = None) -> int:
-        """Drop every cached block that is not in use, of one namespace or of all; how many."""
-        if namespace is None:
-            roots = self.trie.roots()
-        else:
-            root = self.trie.find_root(namespace)
-            roots = [] if root is None else [root]
+    def flush(self, namespaces: bytes = b"") -> int:
+        """Drop every cached block that is not in use; how many.
+
+        namespaces: a namespace's key, or what the keys of several begin with; empty is all.
+        """
+        roots = [root for root in self.trie.roots() if root.tokens.startswith(namespaces)]
         removed = self.flush_below(*roots)
-        if namespace is None and self.trie.num_blocks == 0:
+        if not namespaces and self.trie.num_blocks == 0:
             for observer in self.observers:
                 observer.cleared()
         return removed

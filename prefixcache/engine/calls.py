@@ -34,9 +34,15 @@ from prefixcache.engine.messages import (
     UnsubscribeEvents,
 )
 from prefixcache.engine.registry import Entry
-from prefixcache.engine.sequence import SequenceGroup, State
+from prefixcache.engine.sequence import Owner, SequenceGroup, State
 from prefixcache.engine.views import CacheView, PinView
-from prefixcache.errors import FailedPrecondition, Internal, InvalidArgument, PrefixCacheError
+from prefixcache.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    PrefixCacheError,
+    ResourceExhausted,
+)
 
 if TYPE_CHECKING:
     from prefixcache.engine.engine import Engine
@@ -75,17 +81,16 @@ def _value(engine: "Engine", call: Call) -> object:
         case Release():
             return _release(engine, call)
         case ListSequences():
-            entries = engine.registry.entries(call.cache_salt)
+            entries = engine.registry.entries(_owner(call))
             return tuple(_describe(engine, entry) for entry in entries)
         case GetStats():
             return _stats(engine)
         case FlushCache():
-            salt = call.cache_salt
-            return engine.manager.flush(None if salt is None else engine.requests.namespace(salt))
+            return _flush(engine, call)
         case PinPrefix():
             return _pin(engine, call)
         case UnpinPrefix():
-            return engine.registry.pin_info(engine.registry.unpin(call.pin_id, call.cache_salt))
+            return engine.registry.pin_info(engine.registry.unpin(call.pin_id, _owner(call)))
         case SubscribeEvents():
             return engine.event_log.subscribe(call)
         case InspectCache():
@@ -100,11 +105,23 @@ def _value(engine: "Engine", call: Call) -> object:
             raise Internal(f"no answer is known to {type(call).__name__}")
 
 
+def _owner(call: Release | ListSequences | UnpinPrefix) -> Owner | None:
+    return None if call.cache_salt is None else Owner(call.tenant, call.cache_salt)
+
+
+def _flush(engine: "Engine", call: FlushCache) -> int:
+    if call.tenant is None:
+        return engine.manager.flush()
+    if call.cache_salt is None:
+        return engine.manager.flush(engine.requests.namespaces(call.tenant))
+    return engine.manager.flush(engine.requests.namespace(Owner(call.tenant, call.cache_salt)))
+
+
 def _release(engine: "Engine", call: Release) -> ReleaseReceipt:
     if call.subtree:
-        entries = engine.registry.descendants(call.sequence_id, call.cache_salt)
+        entries = engine.registry.descendants(call.sequence_id, _owner(call))
     else:
-        entries = [engine.registry.get(call.sequence_id, call.cache_salt)]
+        entries = [engine.registry.get(call.sequence_id, _owner(call))]
     before = engine.manager.num_in_use
     for entry in entries:
         if entry.lease is not None:
@@ -148,13 +165,19 @@ def _own_and_shared(holding: Holding) -> tuple[int, int]:
 def _pin(engine: "Engine", call: PinPrefix) -> PinInfo:
     _check_pin_seconds(engine, call.seconds)
     data = token_bytes(engine.requests.prompt("prompt", call.token_ids))
-    pin = engine.manager.pin(engine.requests.namespace(call.cache_salt), data)
+    owner = Owner(call.tenant, call.cache_salt)
+    pin = engine.manager.pin(engine.requests.namespace(owner), data)
     if pin.num_blocks == 0:
         engine.manager.unpin(pin)
         raise FailedPrecondition(
             "no whole block of this prompt is cached: generate from it with max_tokens = 0 first"
         )
-    return engine.registry.pin_info(engine.registry.pin(pin, call.cache_salt, call.seconds))
+    try:
+        engine.quotas.check_pin(call.tenant, pin)
+    except ResourceExhausted:
+        engine.manager.unpin(pin)
+        raise
+    return engine.registry.pin_info(engine.registry.pin(pin, owner, call.seconds))
 
 
 def _pin_node(engine: "Engine", call: PinNode) -> PinInfo:

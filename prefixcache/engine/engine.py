@@ -29,10 +29,12 @@ from prefixcache.engine.messages import (
     Generate,
     Output,
     Score,
+    SetTenants,
     Started,
     TokenLogprobs,
     Usage,
     num_indexes,
+    num_prompt_tokens,
 )
 from prefixcache.engine.metrics import EngineMetrics
 from prefixcache.engine.outputs import RequestOutput
@@ -40,6 +42,7 @@ from prefixcache.engine.registry import Registry
 from prefixcache.engine.sampler import NO_TOKEN
 from prefixcache.engine.scheduler import ScheduledRow
 from prefixcache.engine.sequence import Sequence, SequenceGroup, State
+from prefixcache.engine.tenants import RETRY_SECONDS, Quotas
 from prefixcache.errors import (
     AlreadyExists,
     Internal,
@@ -97,6 +100,7 @@ class Engine:
         self._runner = parts.runner
         self._forward = Forward(parts.runner, parts.sampler)
         self._groups: dict[str, SequenceGroup] = {}
+        self.quotas = Quotas(self._groups, self.registry, self.num_blocks, clock)
         self._events: list[Event] = []
 
     # ------------------------------------------------------------ commands
@@ -123,6 +127,9 @@ class Engine:
                     self._end_search(group, self._beams.end(group, "abort"))
                 elif group is not None:
                     self.abort(group.live)
+            case SetTenants():
+                self.quotas.set(command.policies)
+                self.scheduler.turns.weights = {p.name: p.weight for p in command.policies}
             case _:
                 self._events.extend(answer(self, command))
 
@@ -133,12 +140,11 @@ class Engine:
     def _add(self, command: Generate | Fork | Score) -> None:
         if command.request_id in self._groups:
             raise AlreadyExists(f"request id {command.request_id!r} is in use by a live request")
-        if len(self.scheduler.waiting) >= self.config.max_queue:
-            raise ResourceExhausted(
-                f"the queue is full: {self.config.max_queue} requests wait already; try again later"
-            )
+        self.registry.expire()  # what is past its time counts no more
+        self._check_queue(command.tenant)
         group = self._group(command)
         self._check_leases(group)
+        self.quotas.take_in(group, num_prompt_tokens(command))
         for sequence in group.sequences:
             if group.is_fork:
                 self._inherit(sequence)
@@ -159,7 +165,7 @@ class Engine:
 
     def _inherit(self, child: Sequence) -> None:
         """Number a fork, and lease it its parent's blocks where those are computed already."""
-        parent = self.registry.get(child.parent_id, child.salt)
+        parent = self.registry.get(child.parent_id, child.owner)
         self.requests.number_branch(child, parent.sequence)
         self.registry.renew(parent)
         source = parent.lease or parent.sequence.table
@@ -167,13 +173,23 @@ class Engine:
             child.lease = self.manager.lease(source, child.fork_position)
             self.manager.num_forks += 1
 
+    def _check_queue(self, tenant: str) -> None:
+        """Each tenant has the queue for itself, so that none can fill it for the others."""
+        longest = self.config.max_queue
+        waiting = self.scheduler.waiting
+        if len(waiting) >= longest and sum(g.tenant == tenant for g in waiting) >= longest:
+            raise ResourceExhausted(
+                f"the queue is full: {longest} requests wait already (max_queue)", RETRY_SECONDS
+            )
+
     def _check_leases(self, group: SequenceGroup) -> None:
         promised = self.registry.num_kept + sum(g.num_to_keep for g in self._groups.values())
         asked = group.num_to_keep
         if asked and promised + asked > self.config.max_leases:
             raise ResourceExhausted(
-                f"{promised} sequences are kept or will be, and this request asks for {asked} "
-                f"more; at most {self.config.max_leases} are kept at once"
+                f"the {asked} sequences of this request cannot be kept now: at most "
+                f"{self.config.max_leases} are kept at once (max_leases)",
+                RETRY_SECONDS if asked <= self.config.max_leases else None,
             )
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
@@ -183,7 +199,7 @@ class Engine:
                 self._finish(sequence, self._group_of(sequence), "abort")
 
     def _group_of(self, sequence: Sequence) -> SequenceGroup:
-        return self.registry.get(sequence.id, sequence.salt).group
+        return self.registry.get(sequence.id, sequence.owner).group
 
     # ------------------------------------------------------------ the step
 
@@ -203,6 +219,8 @@ class Engine:
         for result in self._run(rows):
             if result.row.sequence.state is not State.FINISHED:  # a sibling failed the group
                 self.scheduler.advance(result.row)
+                made = len(result.token_ids) or int(result.continuations is not None)
+                self.quotas.generated(result.row.group, made)
                 self._guarded(result.row.group, self._apply, result)
         for search in dict.fromkeys(row.group for row in step.rows if row.group.beam):
             self._guarded(search, self._advance_search, search)

@@ -19,7 +19,11 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Run a prompt, sampled or searched. `request_id` is unique among all live requests."""
+    """Run a prompt, sampled or searched. `request_id` is unique among all live requests.
+
+    tenant: whose it is, here and below. Nothing is shared or seen across tenants, whatever the
+        salts. Empty where the server knows no tenants.
+    """
 
     request_id: str
     prompt_token_ids: TokenIds
@@ -27,6 +31,7 @@ class Generate:
     cache_salt: str = ""
     priority: int = 0
     keep_seconds: float = 0.0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class Fork:
     branches: tuple[ForkBranch, ...]
     cache_salt: str = ""
     priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,18 @@ class Score:
     cache_salt: str = ""
     priority: int = 0
     top_logprobs: int = 0
+    tenant: str = ""
+
+
+def num_prompt_tokens(request: Generate | Fork | Score) -> int:
+    """Tokens that a request brings, each once; what a fork takes over is not brought."""
+    match request:
+        case Generate():
+            return len(request.prompt_token_ids)
+        case Fork():
+            return sum(len(branch.token_ids) for branch in request.branches)
+        case Score():
+            return len(request.prefix_token_ids) + sum(map(len, request.continuations))
 
 
 def num_indexes(request: Generate | Fork | Score) -> int:
@@ -94,6 +112,7 @@ class Release:
     sequence_id: str
     subtree: bool = False
     cache_salt: str | None = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +121,32 @@ class ListSequences:
 
     call_id: str
     cache_salt: str = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GetStats:
-    """Answered by Reply with a CacheStats."""
+    """Answered by Reply with a CacheStats.
+
+    tenant: None is the operator, who sees everything; a tenant sees its own numbers only, and
+        nothing of the pool.
+    """
 
     call_id: str
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FlushCache:
-    """Drop every cached block of this salt that is not in use; None: of all salts.
+    """Drop every cached block of this salt that is not in use; None: of all salts of the tenant.
 
+    tenant: None is the operator, who drops everything.
     Answered by Reply with the number of blocks freed.
     """
 
     call_id: str
     cache_salt: str | None = None
+    tenant: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +157,7 @@ class PinPrefix:
     token_ids: TokenIds
     seconds: float
     cache_salt: str = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +167,33 @@ class UnpinPrefix:
     call_id: str
     pin_id: str
     cache_salt: str | None = ""
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPolicy:
+    """What a tenant may use; None sets no limit.
+
+    weight: its share of the work beside the other tenants' weights, above 0.
+    max_sequences: of it, that wait or run at once. max_leases: kept at once.
+    pool_share: part of the pool, above 0 and up to 1, that its sequences, each at its longest, and
+        its pins may hold.
+    tokens_per_minute: prompt tokens that it sends and tokens generated for it.
+    """
+
+    name: str
+    weight: float = 1.0
+    max_sequences: int | None = None
+    max_leases: int | None = None
+    pool_share: float | None = None
+    tokens_per_minute: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetTenants:
+    """All tenants there are, from now on. What runs already goes on."""
+
+    policies: tuple[TenantPolicy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +277,7 @@ Command = (
     | FlushCache
     | PinPrefix
     | UnpinPrefix
+    | SetTenants
     | SubscribeEvents
     | UnsubscribeEvents
     | Inspection
@@ -327,6 +383,7 @@ class CacheEvent:
     kind: "stored" (blocks entered the trie behind `parent`), "removed" or "cleared" (all went).
     digests: one a block, in order; 16 bytes each.
     token_ids: of the stored blocks, where the subscriber asked for them.
+    seed_id: names the seed of the digests: those of two servers can be compared where it is equal.
     """
 
     number: int
@@ -335,6 +392,7 @@ class CacheEvent:
     digests: tuple[bytes, ...] = ()
     block_size: int = 0
     token_ids: TokenIds = ()
+    seed_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from prefixcache.cache import BlockManager, BlockTable, Lease, Pin
 from prefixcache.engine.messages import PinInfo
-from prefixcache.engine.sequence import Sequence, SequenceGroup
+from prefixcache.engine.sequence import Owner, Sequence, SequenceGroup
 from prefixcache.errors import NotFound
 
 
@@ -31,18 +31,23 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class PinEntry:
-    """One pin of a client; salt is None for one of the operator's, which no client can end."""
+    """One pin of a client; owner is None for the operator's, which no client can end."""
 
     id: str
-    salt: str | None
+    owner: Owner | None
     pin: Pin
     expires: float
 
+    @property
+    def tenant(self) -> str | None:
+        """Whose it is; None: the operator's."""
+        return None if self.owner is None else self.owner.tenant
+
 
 class Registry:
-    """Handles of clients. A handle of another salt is as good as none.
+    """Handles of clients. A handle of another owner is as good as none.
 
-    Where a salt is asked for, None is the operator, who may name the handles of all.
+    Where an owner is asked for, None is the operator, who may name the handles of all.
     """
 
     def __init__(self, manager: BlockManager, clock: Callable[[], float]) -> None:
@@ -57,27 +62,27 @@ class Registry:
         """Enter a live sequence."""
         self._entries[sequence.id] = Entry(sequence, group)
 
-    def get(self, sequence_id: str, salt: str | None) -> Entry:
+    def get(self, sequence_id: str, owner: Owner | None) -> Entry:
         """The entry of a live or kept sequence. Raises NotFound."""
         entry = self._entries.get(sequence_id)
-        if entry is None or salt not in {None, entry.sequence.salt}:
+        if entry is None or owner not in {None, entry.sequence.owner}:
             raise NotFound(
                 f"sequence {sequence_id!r} is not known: it was never started, was not kept at its "
                 "end, was released, or its lease has expired"
             )
         return entry
 
-    def entries(self, salt: str | None) -> Iterator[Entry]:
-        """All entries of one salt."""
+    def entries(self, owner: Owner | None) -> Iterator[Entry]:
+        """All entries of one owner."""
         entries = self._entries.values()
-        return (entry for entry in entries if salt in {None, entry.sequence.salt})
+        return (entry for entry in entries if owner in {None, entry.sequence.owner})
 
-    def descendants(self, sequence_id: str, salt: str | None) -> list[Entry]:
+    def descendants(self, sequence_id: str, owner: Owner | None) -> list[Entry]:
         """A sequence and all that were forked from it, parents first. Raises NotFound."""
         children: dict[str, list[Entry]] = {}
-        for entry in self.entries(salt):
+        for entry in self.entries(owner):
             children.setdefault(entry.sequence.parent_id, []).append(entry)
-        found = [self.get(sequence_id, salt)]
+        found = [self.get(sequence_id, owner)]
         for entry in found:  # grows while it is walked
             found += children.get(entry.sequence.id, [])
         return found
@@ -101,6 +106,11 @@ class Registry:
             entry.expires = self._clock() + entry.sequence.keep_seconds
             heapq.heappush(self._deadlines, (entry.expires, entry.sequence.id))
 
+    def kept_until(self, tenant: str) -> list[float]:
+        """When the kept sequences of a tenant expire, of all its salts."""
+        entries = self._entries.values()
+        return [e.expires for e in entries if e.lease and e.sequence.owner.tenant == tenant]
+
     def drop(self, entry: Entry) -> None:
         """A kept sequence is released or expired."""
         assert entry.lease is not None
@@ -114,17 +124,17 @@ class Registry:
         """All pins."""
         return list(self._pins.values())
 
-    def pin(self, pin: Pin, salt: str | None, seconds: float) -> PinEntry:
+    def pin(self, pin: Pin, owner: Owner | None, seconds: float) -> PinEntry:
         """Enter a pin."""
-        entry = PinEntry(secrets.token_hex(16), salt, pin, self._clock() + seconds)
+        entry = PinEntry(secrets.token_hex(16), owner, pin, self._clock() + seconds)
         self._pins[entry.id] = entry
         heapq.heappush(self._deadlines, (entry.expires, entry.id))
         return entry
 
-    def unpin(self, pin_id: str, salt: str | None) -> PinEntry:
+    def unpin(self, pin_id: str, owner: Owner | None) -> PinEntry:
         """End a pin. Raises NotFound."""
         entry = self._pins.get(pin_id)
-        if entry is None or salt not in {None, entry.salt}:
+        if entry is None or owner not in {None, entry.owner}:
             raise NotFound(f"pin {pin_id!r} is not known, or has expired")
         self._manager.unpin(entry.pin)
         return self._pins.pop(pin_id)
@@ -155,4 +165,4 @@ class Registry:
             if kept is not None and kept.lease is not None and kept.expires <= now:
                 self.drop(kept)
             elif pinned is not None:
-                self.unpin(name, pinned.salt)
+                self.unpin(name, pinned.owner)

@@ -17,7 +17,14 @@ from prefixcache.engine.messages import Fork, ForkBranch, Generate, Score, Token
 from prefixcache.engine.philox import derive_key, root_key
 from prefixcache.engine.registry import Entry, Registry
 from prefixcache.engine.sampler import SamplerState
-from prefixcache.engine.sequence import Sequence, SequenceGroup, State, TokenBuffer, Tokens
+from prefixcache.engine.sequence import (
+    Owner,
+    Sequence,
+    SequenceGroup,
+    State,
+    TokenBuffer,
+    Tokens,
+)
 from prefixcache.engine.sizing import blocks_at_most, check_fits, shared_tokens
 from prefixcache.engine.stop import StopChecker, StopStrings
 from prefixcache.errors import InvalidArgument, ResourceExhausted
@@ -51,9 +58,13 @@ class RequestBuilder:
         self._arrivals = itertools.count()
         self._base_key = None if config.seed is None else root_key(config.seed)
 
-    def namespace(self, salt: str) -> bytes:
-        """The namespace that requests of a salt share."""
-        return namespace_key(model=self._fingerprint, salt=salt)
+    def namespace(self, owner: Owner) -> bytes:
+        """The namespace that requests of an owner share."""
+        return namespace_key(model=self._fingerprint, tenant=owner.tenant, salt=owner.salt)
+
+    def namespaces(self, tenant: str) -> bytes:
+        """What the namespaces of all salts of a tenant begin with."""
+        return namespace_key(model=self._fingerprint, tenant=tenant, salt=None)
 
     # ------------------------------------------------------------ one builder a command
 
@@ -66,16 +77,17 @@ class RequestBuilder:
             return self._search(command, command.params, tokens, arrival)
         params = command.params
         self._check(tokens, params, "sampling")
-        sequence = self._sequence(0, tokens, params, self._key(params, arrival), command.cache_salt)
+        sequence = self._sequence(0, tokens, params, self._key(params, arrival), _owner(command))
         sequence.keep_seconds = command.keep_seconds
         if params.prompt_logprobs is not None:
             sequence.logprob_start, sequence.top_logprobs = 0, params.prompt_logprobs
             sequence.prompt_logprobs.append(None)  # nothing precedes the first token
         n = params.n
-        self._check_room([len(tokens)] * n, [0, *[len(tokens)] * (n - 1)], [params] * n)
-        namespace = self._namespace_of(command.cache_salt, arrival)
+        room = self._check_room([len(tokens)] * n, [0, *[len(tokens)] * (n - 1)], [params] * n)
+        namespace = self._namespace_of(_owner(command), arrival)
         group = SequenceGroup(command.request_id, [sequence], command.priority, arrival, namespace)
         group.num_samples = n
+        group.most_blocks = room
         return group
 
     def fork(self, command: Fork, registry: Registry) -> SequenceGroup:
@@ -83,9 +95,8 @@ class RequestBuilder:
         arrival = next(self._arrivals)
         if not command.branches:
             raise InvalidArgument("branches", "at least one branch is needed")
-        parents = [
-            registry.get(branch.parent_id, command.cache_salt) for branch in command.branches
-        ]
+        owner = _owner(command)
+        parents = [registry.get(branch.parent_id, owner) for branch in command.branches]
         sequences = [
             self._branch(index, branch, parent)
             for index, (branch, parent) in enumerate(zip(command.branches, parents, strict=True))
@@ -94,11 +105,13 @@ class RequestBuilder:
         if len(namespaces) > 1:
             raise InvalidArgument("branches", "parents of one call must share a namespace")
         shared = shared_tokens([token_bytes(s.tokens.view()) for s in sequences])
-        self._check_room([len(s.tokens) for s in sequences], shared, [s.params for s in sequences])
+        lengths = [len(s.tokens) for s in sequences]
+        room = self._check_room(lengths, shared, [s.params for s in sequences])
         group = SequenceGroup(
             command.request_id, sequences, command.priority, arrival, namespaces.pop()
         )
         group.is_fork = True
+        group.most_blocks = room
         return group
 
     def number_branch(self, child: Sequence, parent: Sequence) -> None:
@@ -123,21 +136,23 @@ class RequestBuilder:
             field = f"continuations[{index}]"
             tokens = np.concatenate([prefix, self.prompt(field, continuation)])
             self._check(tokens, params, field)
-            sequence = self._sequence(index, tokens, params, 0, command.cache_salt)
+            sequence = self._sequence(index, tokens, params, 0, _owner(command))
             sequence.logprob_start = len(prefix)
             sequence.top_logprobs = command.top_logprobs
             sequences.append(sequence)
         lengths = [len(s.tokens) for s in sequences]
         shared = [0, *[len(prefix)] * (len(lengths) - 1)]
-        self._check_room(lengths, shared, [params] * len(lengths))
-        namespace = self._namespace_of(command.cache_salt, arrival)
-        return SequenceGroup(command.request_id, sequences, command.priority, arrival, namespace)
+        room = self._check_room(lengths, shared, [params] * len(lengths))
+        namespace = self._namespace_of(_owner(command), arrival)
+        group = SequenceGroup(command.request_id, sequences, command.priority, arrival, namespace)
+        group.most_blocks = room
+        return group
 
     def sample(self, parent: Sequence, index: int) -> Sequence:
         """Another sample of a prompt that `parent` has just run: a fork at the prompt's end."""
         key = derive_key(parent.stream_key, parent.next_branch)
         parent.next_branch += 1
-        sample = self._sequence(index, parent.tokens.view(), parent.params, key, parent.salt)
+        sample = self._sequence(index, parent.tokens.view(), parent.params, key, parent.owner)
         sample.counts_prompt = False
         sample.parent_id = parent.id
         sample.fork_position = len(parent.tokens)
@@ -153,7 +168,7 @@ class RequestBuilder:
         assert search is not None
         prompt = first.tokens.view()[: first.num_prompt_tokens]
         key = derive_key(first.stream_key, index - 1) if index else first.stream_key
-        result = self._sequence(index, prompt, first.params, key, first.salt)
+        result = self._sequence(index, prompt, first.params, key, first.owner)
         for token in generated:
             result.tokens.append(token)
         result.state = State.FINISHED
@@ -175,7 +190,7 @@ class RequestBuilder:
         self._check(tokens, params.as_sampling(), "beam_search")
         sampling = params.as_sampling()
         key = self._key(sampling, arrival)
-        sequence = self._sequence(0, tokens, sampling, key, command.cache_salt)
+        sequence = self._sequence(0, tokens, sampling, key, _owner(command))
         sequence.keep_seconds = command.keep_seconds
         search = BeamSearch(params, len(sequence.stop_ids))
         if search.num_candidates > self._tokenizer.vocab_size:
@@ -185,10 +200,11 @@ class RequestBuilder:
                 f"has {self._tokenizer.vocab_size}",
             )
         beams = [len(tokens)] * params.num_beams
-        self._check_room(beams, [0, *beams[1:]], [sequence.params] * params.num_beams)
-        namespace = self._namespace_of(command.cache_salt, arrival)
+        room = self._check_room(beams, [0, *beams[1:]], [sequence.params] * params.num_beams)
+        namespace = self._namespace_of(_owner(command), arrival)
         group = SequenceGroup(command.request_id, [sequence], command.priority, arrival, namespace)
         group.beam = search
+        group.most_blocks = room
         return group
 
     def _branch(self, index: int, branch: ForkBranch, parent: Entry) -> Sequence:
@@ -211,13 +227,13 @@ class RequestBuilder:
         forced = self._ids(f"{where}.token_ids", branch.token_ids)
         tokens = np.concatenate([source.tokens.view()[:position], forced])
         self._check(tokens, branch.params, f"{where}.sampling")
-        child = self._sequence(index, tokens, branch.params, 0, source.salt)
+        child = self._sequence(index, tokens, branch.params, 0, source.owner)
         child.parent_id, child.fork_position = source.id, position
         child.keep_seconds = branch.keep_seconds
         return child
 
     def _sequence(
-        self, index: int, tokens: Tokens, params: SamplingParams, key: int, salt: str
+        self, index: int, tokens: Tokens, params: SamplingParams, key: int, owner: Owner
     ) -> Sequence:
         tail = tokens[-_PROMPT_TAIL:].tolist()
         return Sequence(
@@ -229,7 +245,7 @@ class RequestBuilder:
             detokenizer=IncrementalDetokenizer(self._tokenizer, tail, params.skip_special_tokens),
             stop=StopChecker(StopStrings(params.stop)),
             sampler_state=SamplerState(tokens) if SamplerState.needed(params) else None,
-            salt=salt,
+            owner=owner,
         )
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -245,10 +261,12 @@ class RequestBuilder:
             return derive_key(self._base_key, arrival)
         return secrets.randbits(64)
 
-    def _namespace_of(self, salt: str, arrival: int) -> bytes:
+    def _namespace_of(self, owner: Owner, arrival: int) -> bytes:
         if self._config.enable_prefix_caching:
-            return self.namespace(salt)
-        return namespace_key(model=self._fingerprint, salt=salt, private=arrival)
+            return self.namespace(owner)
+        return namespace_key(
+            model=self._fingerprint, tenant=owner.tenant, salt=owner.salt, private=arrival
+        )
 
     # ------------------------------------------------------------ checks
 
@@ -295,7 +313,12 @@ class RequestBuilder:
         if not 0 <= seconds <= longest:
             raise InvalidArgument(field, f"must be from 0 to {longest:g} seconds, not {seconds!r}")
 
-    def _check_room(self, prompts: Seq[int], shared: Seq[int], params: Seq[SamplingParams]) -> None:
+    def _check_room(self, prompts: Seq[int], shared: Seq[int], params: Seq[SamplingParams]) -> int:
+        """Refuse what can never fit in the empty pool; the most blocks that it may come to hold.
+
+        Without max_tokens a sequence may grow to the model's length, and ends before where the pool
+        is full: it is refused only where not even a first token fits.
+        """
         if len(prompts) > self._config.max_num_seqs:
             raise ResourceExhausted(
                 f"{len(prompts)} branches are asked for; at most max_num_seqs = "
@@ -306,3 +329,13 @@ class RequestBuilder:
         needed = blocks_at_most(prompts, shared, extra, size)
         what = f"{len(prompts)} x (up to {max(prompts)} prompt + {max(extra)} new tokens)"
         check_fits(needed, self._num_blocks, size, what)
+        longest = self._max_model_len
+        grown = [
+            longest - length if p.max_tokens is None else p.max_tokens
+            for length, p in zip(prompts, params, strict=True)
+        ]
+        return min(blocks_at_most(prompts, shared, grown, size), self._num_blocks)
+
+
+def _owner(command: Generate | Fork | Score) -> Owner:
+    return Owner(command.tenant, command.cache_salt)

@@ -9,15 +9,18 @@ admit, grow, fork and release. Never touches tokens' values, logits or KV data.
 
 Order everywhere is (priority, arrival): lower numbers are more urgent, and a preempted group keeps
 its arrival. The first group in this order is never preempted, so it always gets to its end.
+Where there are tenants, they take turns within a priority (`turns`) with prompts and admission.
 """
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prefixcache.cache import BlockCopy, BlockManager, BlockTable, NoFreeBlocks, token_bytes
 from prefixcache.engine.observer import Observers
 from prefixcache.engine.sequence import Sequence, SequenceGroup, State
 from prefixcache.engine.sizing import blocks_at_most, shared_tokens
+from prefixcache.engine.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Scheduler:
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.observers = Observers()
+        self.turns = Turns()
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._wait = wait_for_inflight
@@ -87,6 +91,7 @@ class Scheduler:
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group."""
+        self.turns.joins(group, self._contending())
         insort(self.waiting, group, key=lambda g: g.order)
 
     # ------------------------------------------------------------ a step
@@ -94,17 +99,34 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         """Choose the rows of the next forward pass: decodes, then prompts, then new groups."""
         self._rows, self._full, self._budget = {}, [], self._token_budget
-        for decoding in (True, False):
-            for group in list(self.running):
-                for sequence in group.sequences:
-                    if sequence.state is State.RUNNING and _decodes(sequence) == decoding:
-                        self._schedule_row(sequence, group)
+        for group in list(self.running):
+            self._schedule_rows(group, decoding=True)
+        later = []
+        for group in self.turns.order(list(self.running)):
+            if self.turns.gives_way(group, self.waiting):
+                later.append(group)
+            else:
+                self._schedule_rows(group, decoding=False)
         for group in self.running:
             for sequence in group.live:
                 if sequence.state is State.WAITING and not self._is_blocked(sequence):
                     self._start(sequence, group)
         self._admit()
+        for group in later:
+            self._schedule_rows(group, decoding=False)
+        self.turns.settle(self._contending())
         return ScheduledStep(list(self._rows.values()), self.manager.take_copies(), self._full)
+
+    def _contending(self) -> Iterator[SequenceGroup]:
+        """Groups that want more than they have: those that wait, or have prompt left to run."""
+        yield from self.waiting
+        yield from (group for group in self.running if any(map(_has_prompt_left, group.sequences)))
+
+    def _schedule_rows(self, group: SequenceGroup, *, decoding: bool) -> None:
+        """Give the sequences of a running group that decode, or those that do not, their tokens."""
+        for sequence in group.sequences:
+            if sequence.state is State.RUNNING and _decodes(sequence) == decoding:
+                self._schedule_row(sequence, group)
 
     def _schedule_row(self, sequence: Sequence, group: SequenceGroup) -> None:
         """Give a running sequence its tokens of this step; may preempt others to make room."""
@@ -115,6 +137,7 @@ class Scheduler:
     def _add_row(self, row: ScheduledRow) -> None:
         self._rows[row.sequence] = row
         self._budget -= row.count
+        self.turns.charge(row.group, row.count)
 
     def _make_room(self, sequence: Sequence, group: SequenceGroup, num_tokens: int) -> bool:
         """Grow a table; on lack of blocks preempt the last group in order, perhaps this one."""
@@ -138,7 +161,9 @@ class Scheduler:
         """Take a group's blocks; what it has published stays matchable until it is needed."""
         for sequence in group.live:
             row = self._rows.pop(sequence, None)
-            self._budget += row.count if row else 0
+            if row is not None:
+                self._budget += row.count
+                self.turns.charge(group, -row.count)
             if sequence.table is not None:
                 self._release(sequence, group.priority, pruned=False)
             sequence.num_computed = 0
@@ -150,12 +175,12 @@ class Scheduler:
     # ------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        """Admit waiting groups in order, whole; the first that does not fit holds the others back.
+        """Admit waiting groups in turn, whole; the first that does not fit holds the others back.
 
         A group that waits for blocks in flight is passed over: those behind it may go on.
         """
         seats = self._max_num_seqs - sum(group.num_branches for group in self.running)
-        for group in list(self.waiting):
+        for group in self.turns.order(list(self.waiting)):
             if all(self._is_blocked(sequence) for sequence in group.live):
                 continue
             if not self._budget or group.num_branches > seats or not self._fits(group):
@@ -269,6 +294,10 @@ class Scheduler:
         del self._group_of[sequence.table]
         self.manager.release(sequence.table, priority, pruned=pruned)
         sequence.table = None
+
+
+def _has_prompt_left(sequence: Sequence) -> bool:
+    return sequence.state is State.RUNNING and not _decodes(sequence)
 
 
 def _decodes(sequence: Sequence) -> bool:

@@ -6,6 +6,7 @@ Plain state. The scheduler changes tables, leases and progress; the engine appen
 import secrets
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,13 @@ from prefixcache.engine.stop import StopChecker
 from prefixcache.params import SamplingParams
 
 Tokens = npt.NDArray[np.uint32]
+
+
+class Owner(NamedTuple):
+    """Whose a sequence or pin is. Nothing is shared, or seen, across owners."""
+
+    tenant: str = ""
+    salt: str = ""
 
 
 class State(Enum):
@@ -87,7 +95,7 @@ class Sequence:
     keep_seconds: float = 0.0
     logprob_start: int | None = None
     top_logprobs: int = 0
-    salt: str = ""
+    owner: Owner = field(default_factory=Owner)
 
     state: State = State.WAITING
     table: BlockTable | None = None
@@ -120,7 +128,7 @@ class Sequence:
             detokenizer=self.detokenizer.fork(),
             stop=self.stop.fork(),
             sampler_state=None if state is None else state.copy(),
-            salt=self.salt,
+            owner=self.owner,
         )
         child.num_prompt_tokens = self.num_prompt_tokens
         child.announced = True  # the search was, under its first beam
@@ -162,6 +170,7 @@ class SequenceGroup:
     num_samples: branches of the prompt that will be sampled; the first sequence runs the prompt,
     the others are forked from it when it is done. beam: the search that the sequences serve, whose
     `live` ones are its running beams in order. first: the sequence that ran the prompt.
+    most_blocks: what it may hold when all of it has grown to its end.
     """
 
     request_id: str
@@ -172,10 +181,16 @@ class SequenceGroup:
     num_samples: int = 1
     is_fork: bool = False
     beam: BeamSearch | None = None
+    most_blocks: int = 0
     first: Sequence = field(init=False)
 
     def __post_init__(self) -> None:
         self.first = self.sequences[0]
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is; empty where there are no tenants."""
+        return self.first.owner.tenant
 
     @property
     def order(self) -> tuple[int, int]:

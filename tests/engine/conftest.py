@@ -49,7 +49,7 @@ def smollm2_engine() -> Engine:
 @pytest.fixture
 def smollm2(smollm2_engine: Engine) -> Engine:
     """SmolLM2 in float32, blocks of 16; its cache is empty, and no sequence is kept."""
-    for entry in list(smollm2_engine.registry.entries("")):
+    for entry in list(smollm2_engine.registry.entries(None)):
         smollm2_engine.execute(Release("release", entry.sequence.id))
     smollm2_engine.execute(FlushCache("flush"))
     smollm2_engine.step()

@@ -15,6 +15,7 @@ import transformers
 from prefixcache import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from prefixcache.engine.beam import BeamGroup, Continuation, Ending
 from prefixcache.engine.messages import Abort, Finished, Fork, ForkBranch, Generate
+from prefixcache.engine.sequence import Owner
 from prefixcache.errors import InvalidArgument, NotFound, ResourceExhausted
 from tests.model.checkpoints import TOKENIZER_SIZE, write_checkpoint
 
@@ -261,7 +262,7 @@ def test_kept_hypotheses_can_be_forked(engine) -> None:
         fresh = engine.generate([[*PROMPT, *output.token_ids]], greedy)[0]
         assert branch.token_ids == fresh.outputs[0].token_ids
     for output in search.outputs:
-        entry = engine.registry.get(output.sequence_id, "")
+        entry = engine.registry.get(output.sequence_id, Owner())
         engine.registry.drop(entry)
 
 
@@ -432,6 +433,6 @@ def test_a_running_beam_has_no_handle(engine) -> None:
     events = engine.step() + engine.step() + engine.step()
     assert len(events) == 1
     with pytest.raises(NotFound):
-        engine.registry.get(events[0].sequence_id, "")
+        engine.registry.get(events[0].sequence_id, Owner())
     engine.execute(Abort("s"))
     engine.step()

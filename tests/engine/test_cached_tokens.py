@@ -14,6 +14,7 @@ from prefixcache import BeamSearchParams, Engine, SamplingParams
 from prefixcache.cache import BlockDigest, BlockManager, namespace_key
 from prefixcache.engine.messages import Finished, ForkBranch, PinPrefix, Usage
 from prefixcache.engine.outputs import RequestOutput
+from prefixcache.engine.sequence import Owner
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import Driver, bits, run_one
 from tests.model.checkpoints import TOKENIZER_SIZE
@@ -486,11 +487,11 @@ def test_pc_14_branches_go_before_their_stem_whatever_their_priority(
         driver.finish()
     assert engine.manager.num_free == 4
     for need in (5, 6, 7, 8):  # one block more each time; priority 2 goes first, the stem last
-        engine.manager.flush(engine.requests.namespace("other"))
+        engine.manager.flush(engine.requests.namespace(Owner("", "other")))
         big = ids(101, 99 + 4 * need)
         assert engine.generate([big], ONE, cache_salt="other")[0].num_cached_tokens == 0
         data = [np.array([*ids(1, 4), *ids(20 + 10 * b, 24 + 10 * b)], np.uint32) for b in range(3)]
-        namespace = engine.requests.namespace("")
+        namespace = engine.requests.namespace(Owner())
         found = [engine.manager.match(namespace, tokens.tobytes()).num_tokens for tokens in data]
         left = 8 - need
         assert found == [(8 if b < left - 1 else 4) if left else 0 for b in range(3)]
@@ -506,7 +507,7 @@ def test_pc_16_a_waiting_request_is_looked_up_again(make_engine: MakeEngine) -> 
     waiter = driver.start("W", ids(1, 9), greedy(4))
     driver.step()
     data = np.array(ids(1, 9), np.uint32).tobytes()
-    first_look = engine.manager.match(engine.requests.namespace(""), data)
+    first_look = engine.manager.match(engine.requests.namespace(Owner()), data)
     assert first_look.num_tokens == 8
     assert not waiter.outputs
     driver.finish()

@@ -31,7 +31,7 @@ def test_what_a_request_will_keep_counts_from_its_start(
     ask(engine, "one", SamplingParams(max_tokens=2))
     driver.finish()
     assert isinstance(driver.errors["second"], ResourceExhausted)
-    assert "3 sequences are kept or will be" in str(driver.errors["second"])
+    assert "3 sequences of this request cannot be kept now" in str(driver.errors["second"])
     assert engine.registry.num_kept == 4
 
 

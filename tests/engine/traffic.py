@@ -22,6 +22,7 @@ from prefixcache.engine.messages import (
 )
 from prefixcache.engine.outputs import RequestOutput
 from prefixcache.engine.registry import Entry
+from prefixcache.engine.sequence import Owner
 from prefixcache.errors import InvalidArgument, NotFound, PrefixCacheError, ResourceExhausted
 
 SALTS = ("", "tenant")
@@ -79,7 +80,7 @@ class Traffic:
         entry = self.some_sequence()
         if entry is None:
             return
-        salt = entry.sequence.salt
+        salt = entry.sequence.owner.salt
         parents = [entry, *(self.some_sequence(salt) for _ in range(self.random.randint(0, 2)))]
         name = self.name(salt)
         branches = []
@@ -120,7 +121,9 @@ class Traffic:
         entry = self.some_sequence()
         if entry is not None:
             subtree = self.random.random() < 0.5
-            self.engine.execute(Release("call", entry.sequence.id, subtree, entry.sequence.salt))
+            self.engine.execute(
+                Release("call", entry.sequence.id, subtree, entry.sequence.owner.salt)
+            )
 
     def flush(self) -> None:
         self.engine.execute(FlushCache("call", self.random.choice((None, *SALTS))))
@@ -147,7 +150,7 @@ class Traffic:
 
     def some_sequence(self, salt: str | None = None) -> Entry | None:
         salts = SALTS if salt is None else (salt,)
-        entries = [entry for s in salts for entry in self.engine.registry.entries(s)]
+        entries = [entry for s in salts for entry in self.engine.registry.entries(Owner("", s))]
         return self.random.choice(entries) if entries else None
 
     def step(self) -> None:
