@@ -13,7 +13,7 @@ from prefixcache.engine.cache_metrics import CacheMetrics
 from prefixcache.engine.histogram import LONG_SECONDS, SECONDS, STEP_SECONDS, Histogram
 from prefixcache.engine.messages import FinishReason, TenantStats
 from prefixcache.engine.observer import EngineObserver
-from prefixcache.engine.sequence import Sequence, SequenceGroup
+from prefixcache.engine.sequence import Owner, Sequence, SequenceGroup
 from prefixcache.errors import PrefixCacheError
 
 HIT_RATE_BANDS = ("0", "0-50", "50-90", "90-100")
@@ -83,7 +83,7 @@ class EngineMetrics(EngineObserver):
 
     def queued(self, group: SequenceGroup) -> None:
         """Its time begins."""
-        self._requests[group] = _Request(self._clock(), self._tenant(group.first.salt))
+        self._requests[group] = _Request(self._clock(), self._tenant(group.first.owner))
 
     def admitted(self, sequence: Sequence, group: SequenceGroup, *, again: bool) -> None:
         """Account for a prompt: by source the first time, as recomputed after that."""
@@ -196,10 +196,10 @@ class EngineMetrics(EngineObserver):
             for label, tenant in self._tenants.items()
         )
 
-    def _tenant(self, salt: str) -> Counters | None:
+    def _tenant(self, owner: Owner) -> Counters | None:
         if not self._max_tenants:
             return None
-        label = tenant_label(salt)
+        label = tenant_label(owner)
         if label not in self._tenants and len(self._tenants) >= self._max_tenants:
             label = OTHER_TENANTS
         return self._tenants.setdefault(label, Counters())
@@ -212,6 +212,6 @@ def _count_sources(counters: Counters, sequence: Sequence, computed: int) -> Non
     counters.computed_tokens += computed
 
 
-def tenant_label(salt: str) -> str:
-    """How a tenant is called in figures: the first 12 digits of its salt's SHA-256."""
-    return hashlib.sha256(salt.encode()).hexdigest()[:12]
+def tenant_label(owner: Owner) -> str:
+    """How a tenant is called in figures: its name, or the first 12 digits of its salt's SHA-256."""
+    return owner.tenant or hashlib.sha256(owner.salt.encode()).hexdigest()[:12]
