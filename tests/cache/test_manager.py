@@ -436,7 +436,7 @@ def test_pins_hold_blocks_and_have_a_limit() -> None:
     manager.release(run(manager, [*first(4), 9, 9, 9, 9, 8, 8, 8, 8]))
     pin = manager.pin(NAMESPACE, token_bytes(array(first(8))))
     assert manager.num_pinned() == manager.num_in_use == 2
-    with pytest.raises(ResourceExhausted, match="4 blocks; at most 3 of 8"):
+    with pytest.raises(ResourceExhausted, match="at most 3 of the pool's 8"):
         manager.pin(NAMESPACE, token_bytes(array([*first(4), 9, 9, 9, 9, 8, 8, 8, 8])))
     assert manager.flush() == 2
     assert cached(manager, first(8)) == 8

@@ -237,7 +237,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(namespace=st.one_of(st.none(), namespaces))
     def flush(self, namespace: bytes | None) -> None:
         idle = self.manager.trie.idle.num_blocks
-        freed = self.manager.flush(namespace)
+        freed = self.manager.flush(namespace or b"")
         if namespace is None:
             assert freed == idle
             assert self.manager.trie.idle.num_blocks == 0
