@@ -65,7 +65,7 @@ Invariant = Annotated[
 Eager = Annotated[bool, flag("Replay no decode step from a captured graph (Triton's kernels).")]
 Threads = Annotated[int | None, flag("CPU threads of the model.")]
 Activations = Annotated[
-    Literal["none", "int8"],
+    Literal["none", "int8"] | None,
     flag("Input of linear layers on Q8_0, Q4_0 and Q4_1 weights; int8 is faster (CPU only)."),
 ]
 MaxModelLen = Annotated[
@@ -152,7 +152,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     attention_backend: Backend = "auto",
     batch_invariant: Invariant = False,
     enforce_eager: Eager = False,
-    activation_quantization: Activations = "none",
+    activation_quantization: Activations = None,
     num_threads: Threads = None,
     max_model_len: MaxModelLen = None,
     seed: Seed = None,
@@ -200,9 +200,8 @@ def serve(  # noqa: PLR0917 (each is a flag)
 
     engine_fields = EngineConfig.__dataclass_fields__
     engine = {name: value for name, value in context.params.items() if name in engine_fields}
-    engine["activation_quantization"] = (
-        None if activation_quantization == "none" else activation_quantization
-    )
+    if activation_quantization == "none":
+        engine["activation_quantization"] = None
     log.configure(log_level)
     access = Access(show_prompts, tuple(name.lower() for name in http_allowed_host or ()))
     http_on = http_port if http else None
