@@ -101,8 +101,9 @@ class Recorder(EngineObserver):
             "kind": "fork" if group.is_fork else "beam" if group.beam else "generate",
             "priority": group.priority,
         }
-        if group.first.salt:
-            record["salt"] = self._name(group.first.salt)
+        tenant, salt = group.first.owner
+        if tenant or salt:
+            record["salt"] = self._name(f"{len(tenant)}:{tenant}{salt}")
         if group.beam is not None:
             record["beams"] = group.beam.params.num_beams
             record["sequences"] = list(self._results(group))
