@@ -20,8 +20,8 @@ same, hence the running minimum in `access`.
 Anchor. What the real pool hit is known exactly. The estimate is moved so that it says the same at
 the real size; its errors at other sizes, which are mostly the same error, shrink with it.
 
-Left out: levels of priority, pins and leases (all blocks count as equal), that blocks in use cannot
-go, and what a pool of another size would have scheduled differently.
+Left out: levels of priority, pins and leases (all blocks count as equal), flushes, that blocks in
+use cannot go, and what a pool of another size would have scheduled differently.
 """
 
 from bisect import bisect_left
@@ -99,13 +99,6 @@ class ReuseCurve:
     def touch(self, digests: bytes) -> None:
         """Blocks (from the root on) were used, or made, and are idle from now on."""
         self._move_to_front(reversed(self._sample(digests)))
-
-    def forget(self, digests: Iterable[bytes]) -> None:
-        """Blocks were dropped for another reason than lack of room."""
-        for digest in digests:
-            time = self._last.pop(digest, None)
-            if time is not None:
-                del self._times[bisect_left(self._times, time)]
 
     def hit_rates(self, sizes: Iterable[int]) -> tuple[float | None, ...]:
         """Share of the blocks asked for that pools of these sizes would have held.
