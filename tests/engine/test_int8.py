@@ -40,7 +40,7 @@ def test_other_arithmetic_has_other_logprobs_and_a_namespace_of_its_own(engine: 
     (exact,) = plain.generate([PROMPT], GREEDY)
     (quantised,) = engine.generate([PROMPT], GREEDY)
     assert exact.outputs[0].logprobs != quantised.outputs[0].logprobs
-    assert plain.requests.namespace("") != engine.requests.namespace("")
+    assert plain.requests.namespaces("") != engine.requests.namespaces("")
 
 
 def test_where_it_is_not_served_the_engine_says_so() -> None:
