@@ -116,7 +116,8 @@ void few_rows(const Work& w) {
   }
 }
 
-// Rows in panels of equal size (but for the last), panels in chunks.
+// Rows in panels of equal size (but for the last), panels in chunks of equal size, so that threads
+// that take the same number of tiles end together.
 struct Panels {
   int64_t rows, count, size, in_chunk, chunks;
 
@@ -126,6 +127,7 @@ struct Panels {
     count = (rows + size - 1) / size;
     in_chunk = kChunk / size;
     chunks = (count + in_chunk - 1) / in_chunk;
+    in_chunk = (count + chunks - 1) / chunks;
   }
   int height(int64_t panel) const { return (int)std::min(size, rows - panel * size); }
 };
