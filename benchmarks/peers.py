@@ -8,7 +8,8 @@ compiles for a quarter of an hour), then runs every server in a process of its o
 time, `--repeats` times round. All get the same prompts as token ids and must return the same
 number of tokens; ends are ignored; each is warmed up first, and the clock is the same code
 (`peer_runners/_loop.py`). OpenVINO runs in its default configuration and with f32 KV cache and no
-dynamic quantisation, and is judged by the faster.
+dynamic quantisation, and is judged by the faster. Ours runs in float32, and once more with int8
+activations: keys with `int8` in them.
 """
 
 import contextlib
@@ -135,6 +136,7 @@ F32 = {
 }
 SERVERS = (
     Server("ours", None),
+    Server("ours_int8", None, {"activation_quantization": "int8"}),
     Server("openvino", environments.PEERS["openvino"]),
     Server("openvino_f32", environments.PEERS["openvino"], F32),
     Server("vllm", environments.PEERS["vllm"], {"dtype": "float32"}),
@@ -142,8 +144,9 @@ SERVERS = (
     Server("llamacpp", environments.PEERS["llamacpp"], rows=("single",)),
 )
 
+Keys = dict[str, tuple[tuple[str, ...], str, float | None]]
 # key: (rows, of which the one least in our favour counts; peer; bound)
-KEYS = {
+KEYS: Keys = {
     "n16_vs_openvino": (("n16",), "openvino", 1.3),
     "n16_vs_vllm": (("n16",), "vllm", 1.6),
     "shared16_vs_vllm": (("shared16", "shared16_cold"), "vllm", 2.0),
@@ -155,6 +158,18 @@ KEYS = {
     "beam4_vs_openvino": (("beam4",), "openvino", 1.5),
     "beam4_vs_vllm": (("beam4",), "vllm", 5.0),
     "beam4_vs_transformers": (("beam4",), "transformers", 3.0),
+}
+# The same against ours with int8 activations. Only the first has a bound of its own.
+INT8_KEYS: Keys = {
+    "prefill_int8_vs_openvino": (("prefill",), "openvino", 1.0),
+    "warm_ttft_int8_vs_openvino": (("warm_ttft",), "openvino", None),
+    "single_int8_vs_openvino": (("single",), "openvino", None),
+    "single_int8_vs_llamacpp": (("single",), "llamacpp", None),
+    "n16_int8_vs_openvino": (("n16",), "openvino", None),
+    "n16_int8_vs_vllm": (("n16",), "vllm", None),
+    "shared16_int8_vs_openvino": (("shared16", "shared16_cold"), "openvino", None),
+    "shared16_int8_vs_vllm": (("shared16", "shared16_cold"), "vllm", None),
+    "beam4_int8_vs_openvino": (("beam4",), "openvino", None),
 }
 
 
@@ -189,10 +204,11 @@ def main() -> None:
     except KeyboardInterrupt:
         report.progress("!!! INTERRUPTED: what follows is what had been measured until then")
     tell(report, rows, results, gguf, floors.best(machines))
-    compare(report, results)
+    compare(report, results, "ours", KEYS)
+    compare(report, results, "ours_int8", INT8_KEYS)
     report.add("missing_peers", "; ".join(f"{k}: {v}" for k, v in missing.items()) or None)
     if options.write:
-        bounds = {key: bound for key, (_, _, bound) in KEYS.items()}
+        bounds = {key: bound for key, (_, _, bound) in (KEYS | INT8_KEYS).items()}
         page.write(options.write, report.figures, bounds, {row.name: row.unit for row in ROWS})
     report.finish()
 
@@ -326,18 +342,18 @@ def cached(results: list[Timings], row: Row) -> str:
     return f"first token in {ratio:.2f} of the cold time"
 
 
-def compare(report: Report, results: dict[str, list[Timings]]) -> None:
-    """The ratios, ours over theirs; None where either has no figure."""
+def compare(report: Report, results: dict[str, list[Timings]], server: str, keys: Keys) -> None:
+    """The ratios, a server of ours over theirs; None where either has no figure."""
     by_name = {row.name: row for row in ROWS}
-    for key, (names, peer, bound) in KEYS.items():
+    for key, (names, peer, bound) in keys.items():
         ratios = []
         for name in names:
-            ours = rates(results["ours"], by_name[name])
+            ours = rates(results[server], by_name[name])
             # of a peer's configurations the faster counts
             theirs = [
                 statistics.median(figures)
-                for server, rounds in results.items()
-                if server.split("_")[0] == peer and (figures := rates(rounds, by_name[name]))
+                for other, rounds in results.items()
+                if other.split("_")[0] == peer and (figures := rates(rounds, by_name[name]))
             ]
             if ours and theirs:
                 ratios.append(statistics.median(ours) / max(theirs))

@@ -21,6 +21,7 @@ TITLES = {
 }
 HEADINGS = {
     "ours": "prefixcache",
+    "ours_int8": "prefixcache, int8",
     "openvino": "OpenVINO, default",
     "openvino_f32": "OpenVINO, f32",
     "vllm": "vLLM",
@@ -31,11 +32,13 @@ Figures = Mapping[str, Value]
 
 
 def write(
-    page: Path, figures: Figures, bounds: Mapping[str, float], units: Mapping[str, str]
+    page: Path, figures: Figures, bounds: Mapping[str, float | None], units: Mapping[str, str]
 ) -> None:
     """Put new tables between the markers; the rest of the page stays.
 
-    bounds: of each ratio. units: of each row. Raises ValueError where a marker is not there.
+    bounds: of each ratio, None where none is wanted. units: of each row.
+
+    Raises ValueError where a marker is not there.
     """
     before, _, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -50,7 +53,7 @@ def _facts(figures: Figures) -> str:
     versions = [
         f"{HEADINGS[name]} {figures[f'{name}_version']}"
         for name in HEADINGS
-        if name != "openvino_f32" and figures.get(f"{name}_version")
+        if name not in ("ours_int8", "openvino_f32") and figures.get(f"{name}_version")
     ]
     lines = [
         f"Machine: {_processor()}, {len(os.sched_getaffinity(0))} cores, "
@@ -88,11 +91,14 @@ def _rates(figures: Figures, units: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _ratios(figures: Figures, bounds: Mapping[str, float]) -> str:
+def _ratios(figures: Figures, bounds: Mapping[str, float | None]) -> str:
     lines = [_line("ours ÷ theirs", "measured", "wanted", ""), _rule(1, 2) + "---|"]
     for key, bound in bounds.items():
         value = figures.get(key)
         verdict = "not measured"
+        if bound is None:
+            lines.append(_line(f"`{key}`", _number(value), "-", ""))
+            continue
         if isinstance(value, float):
             verdict = "" if value >= bound else f"**missed** by {(1 - value / bound) * 100:.0f} %"
         lines.append(_line(f"`{key}`", _number(value), f"≥ {bound:g}", verdict))

@@ -1,4 +1,4 @@
-"""prefixcache: the engine in its default configuration, in a process of its own."""
+"""prefixcache: the engine as the job's settings make it, in a process of its own."""
 
 from importlib.metadata import version
 from typing import Any
