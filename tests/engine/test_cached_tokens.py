@@ -443,7 +443,7 @@ def test_pc_11_between_chunks_of_six_one_block_is_found(make_engine: MakeEngine)
     found = []
     for _ in range(2):
         driver.step()
-        found.append(engine.manager.match(engine.requests.namespace(""), data).num_tokens)
+        found.append(engine.manager.match(engine.requests.namespace(Owner()), data).num_tokens)
     assert found == [4, 12]
 
 
