@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +16,22 @@ from prefixcache.engine.recorder import Recorder, open_record
 from prefixcache.errors import ConfigurationError
 from prefixcache.simulate.formats import read_trace
 from prefixcache.simulate.replay import Replay
-from tests.engine.conftest import checkpoint_of, engines, make_engine  # noqa: F401 (fixtures)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 BLOCK = 4
 
 
-def record(engine: Engine, path: Path) -> None:
-    recorder = Recorder(open_record(path))
-    recorder.begin(BLOCK, engine.num_blocks)
-    engine.observers.add(recorder)
+@pytest.fixture
+def record() -> Iterator[Callable[[Engine, Path], None]]:
+    """Starts recordings; their files are closed behind the test."""
+    with ExitStack() as files:
+
+        def start(engine: Engine, path: Path) -> None:
+            recorder = Recorder(files.enter_context(open_record(path)))
+            recorder.begin(BLOCK, engine.num_blocks)
+            engine.observers.add(recorder)
+
+        yield start
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -31,7 +39,9 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("num_blocks", [24, 40, 400])
-def test_replay_at_the_same_size_hits_the_same_whole_blocks(make_engine, tmp_path, num_blocks):  # noqa: F811
+def test_replay_at_the_same_size_hits_the_same_whole_blocks(
+    make_engine, record, tmp_path, num_blocks
+):
     engine = make_engine(num_gpu_blocks_override=num_blocks, max_model_len=64)
     path = tmp_path / "trace"
     record(engine, path)
@@ -48,7 +58,7 @@ def test_replay_at_the_same_size_hits_the_same_whole_blocks(make_engine, tmp_pat
     assert Replay(num_blocks, BLOCK).run(trace.requests).hit_blocks == hits
 
 
-def test_samples_forks_and_beams_are_recorded_and_replayed(make_engine, tmp_path):  # noqa: F811
+def test_samples_forks_and_beams_are_recorded_and_replayed(make_engine, record, tmp_path):
     engine = make_engine()
     path = tmp_path / "trace"
     record(engine, path)
@@ -79,7 +89,7 @@ def test_samples_forks_and_beams_are_recorded_and_replayed(make_engine, tmp_path
     assert (found.asked_blocks, found.hit_blocks, found.inherited_tokens) == (9, 3, 12)
 
 
-def test_each_run_has_its_own_key_and_the_file_is_the_owners(make_engine, tmp_path):  # noqa: F811
+def test_each_run_has_its_own_key_and_the_file_is_the_owners(make_engine, record, tmp_path):
     path = tmp_path / "trace"
     for _ in range(2):
         engine = make_engine()
@@ -92,7 +102,7 @@ def test_each_run_has_its_own_key_and_the_file_is_the_owners(make_engine, tmp_pa
     assert len(read_trace(path).requests) == 2
 
 
-def test_a_full_disk_ends_the_recording_once_and_no_request(make_engine, caplog):  # noqa: F811
+def test_a_full_disk_ends_the_recording_once_and_no_request(make_engine, caplog):
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(28, "No space left on device")
