@@ -24,6 +24,8 @@ class EngineConfig:
         each token and head, so that the pool holds about twice the tokens of bfloat16.
     num_gpu_blocks_override: size of the pool in blocks; otherwise it follows from memory.
     kv_cache_memory_bytes: memory of the pool on the CPU; None takes a quarter of what is free.
+    swap_space: GiB of host memory for the blocks of preempted requests, which are moved there and
+        back where that is quicker than computing them again; None is 4 on CUDA, 0 on the CPU.
     gpu_memory_utilization: share of the device that weights, a peak step and the pool may take.
     max_num_seqs: sequences that run at once, so also the most branches of one request.
     max_num_batched_tokens: token budget of a step.
@@ -52,6 +54,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    swap_space: float | None = None
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -83,6 +86,7 @@ class EngineConfig:
             f"block_size must be a power of two from 1 to 128, not {size}",
         )
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization must be in (0, 1]")
+        _require(self.swap_space is None or 0 <= self.swap_space < _MOST, "swap_space: GiB from 0")
         _require(self.max_num_seqs >= 1, "max_num_seqs must be at least 1")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,

@@ -8,6 +8,7 @@ from prefixcache.cache.events import CacheObserver
 from prefixcache.cache.integrity import IntegrityError, check_integrity
 from prefixcache.cache.manager import BlockManager, token_bytes
 from prefixcache.cache.pool import NoFreeBlocks
+from prefixcache.cache.swap import Snapshot, SwapSpace
 from prefixcache.cache.table import BlockCopy, BlockTable, Lease, Pin
 from prefixcache.cache.trie import Match
 
@@ -22,6 +23,8 @@ __all__ = [
     "Match",
     "NoFreeBlocks",
     "Pin",
+    "Snapshot",
+    "SwapSpace",
     "check_integrity",
     "namespace_key",
     "token_bytes",

@@ -324,6 +324,23 @@ class BlockManager:
             for observer in self.observers:
                 observer.idled(bytes(node.digests))
 
+    def readable(self, table: BlockTable) -> list[int]:
+        """Blocks where a table's content can be read before the copies that wait are made."""
+        source = {copy.dst: copy.src for copy in self.copies}
+        return [source.get(block, block) for block in table.block_ids().tolist()]
+
+    def restore(self, table: BlockTable, num_tokens: int) -> bool:
+        """Make room for KV up to `num_tokens` that the caller brings before the next forward pass.
+
+        It counts as filled from now on. False, and nothing was changed, where there is no room.
+        """
+        try:
+            self.grow(table, num_tokens)
+        except NoFreeBlocks:
+            return False
+        table.num_filled = num_tokens
+        return True
+
     def _drop_tail(self, tail: TailBlock) -> None:
         tail.hard -= 1
         if tail.hard == 0:

@@ -104,6 +104,10 @@ class Match:
     num_tokens: int
     remainder_block: int
 
+    def whole_blocks(self, block_size: int) -> "Match":
+        """The same without the remainder."""
+        return Match(self.path, self.num_blocks, self.num_blocks * block_size, -1)
+
 
 class PrefixTrie:
     """All namespaces of one pool. clock: of the nodes' ages, in seconds; for those who look on."""
@@ -305,6 +309,13 @@ class PrefixTrie:
                 return
             self._requeue(up)
             up = up.parent
+
+    def idle_from(self, node: Node) -> int:
+        """Blocks from the root to the first on the way to `node` that nobody uses."""
+        first = node.end
+        while node.hard == 0 and node.parent is not None:
+            first, node = node.start, node.parent
+        return first
 
     def end_lease(self, node: Node, lease: Lease) -> None:
         """Give a soft reference back."""

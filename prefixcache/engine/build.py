@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from prefixcache.cache import BlockDigest, BlockManager
+from prefixcache.cache import BlockDigest, BlockManager, SwapSpace
 from prefixcache.config import EngineConfig
 from prefixcache.engine.cache_metrics import CacheMetrics
 from prefixcache.engine.event_log import EventLog
@@ -18,11 +18,19 @@ from prefixcache.engine.model_runner import ModelRunner
 from prefixcache.engine.requests import RequestBuilder
 from prefixcache.engine.sampler import Sampler
 from prefixcache.engine.scheduler import Scheduler
-from prefixcache.engine.sizing import DEFAULT_CPU_SHARE, cpu_memory_left, max_model_len, pool_blocks
+from prefixcache.engine.sizing import (
+    DEFAULT_CPU_SHARE,
+    cpu_memory_left,
+    max_model_len,
+    pool_blocks,
+    swap_blocks,
+)
+from prefixcache.engine.swap_cost import SwapCost
 from prefixcache.errors import ConfigurationError
 from prefixcache.model.config import ModelConfig
 from prefixcache.model.decode_graph import DecodeGraphs
 from prefixcache.model.decoder import Decoder
+from prefixcache.model.host_cache import HostCache
 from prefixcache.model.kv_cache import FP8, KVCache, check_dtype
 from prefixcache.model.loader import Checkpoint, load_checkpoint
 from prefixcache.model.selftest import check_batch_invariance
@@ -86,11 +94,13 @@ def build_parts(
     except ValueError as error:
         raise ConfigurationError(f"kv_cache_dtype: {error}") from None
     per_block = KVCache.bytes_per_block(model, config.block_size, kv_dtype)
+    host_blocks = swap_blocks(config, per_block, on_gpu=device.type == "cuda")
     num_blocks = pool_blocks(config, per_block, _available_bytes(config, decoder, kv_dtype))
     length = max_model_len(config, model.max_position, num_blocks, per_block)
     kv_cache = KVCache(
         model, num_blocks, config.block_size, kv_dtype, device, kernels=decoder.kernels
     )
+    host_cache = HostCache(kv_cache, host_blocks) if host_blocks else None
     graphs = _capture(config, decoder, kv_cache, length, report)
     report("check same bits", 0, 1)
     same_bits = _same_bits(decoder, kv_dtype)
@@ -104,13 +114,8 @@ def build_parts(
         max_model_len=length,
         same_bits=same_bits,
         manager=manager,
-        scheduler=Scheduler(
-            manager,
-            max_num_seqs=config.max_num_seqs,
-            token_budget=config.max_num_batched_tokens,
-            wait_for_inflight=config.wait_for_inflight,
-        ),
-        runner=ModelRunner(decoder, kv_cache, config.block_size, graphs),
+        scheduler=_scheduler(config, manager, host_cache, host_blocks),
+        runner=ModelRunner(decoder, kv_cache, config.block_size, graphs, host_cache),
         sampler=Sampler(
             model.vocab_size,
             checkpoint.tokenizer.vocab_size,
@@ -130,6 +135,26 @@ def build_parts(
         ),
         bytes_per_block=per_block,
     )
+
+
+def _scheduler(
+    config: EngineConfig, manager: BlockManager, host_cache: HostCache | None, host_blocks: int
+) -> Scheduler:
+    """The scheduler; where there is memory on the host, one that estimates when to use it."""
+    swap = cost = None
+    if host_cache is not None:
+        cost = SwapCost(config.block_size, host_cache.seconds_per_block())
+        swap = SwapSpace(host_blocks, cost.worth_moving)
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        token_budget=config.max_num_batched_tokens,
+        wait_for_inflight=config.wait_for_inflight,
+        swap=swap,
+    )
+    if cost is not None:
+        scheduler.observers.add(cost)
+    return scheduler
 
 
 def _decodes_by_graph(config: EngineConfig, decoder: Decoder) -> bool:

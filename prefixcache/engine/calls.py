@@ -235,6 +235,8 @@ def _stats(engine: "Engine") -> CacheStats:
         forks=manager.num_forks,
         block_copies=manager.num_copies,
         evicted_blocks=manager.num_evicted,
+        swapped_out_blocks=scheduler.swap.num_out,
+        swapped_in_blocks=scheduler.swap.num_in,
         same_bits=engine.same_bits,
         misses=dict(metrics.cache.misses),
         finish_reasons=dict(metrics.finish_reasons),

@@ -209,7 +209,7 @@ class Engine:
         self._injection.before_step(self)
         self.registry.expire()
         step = self.scheduler.schedule()
-        self._runner.copy_blocks(step.copies)
+        self._runner.move_blocks(step)
         for sequence, group in step.full:
             self._announce(sequence, group)
             self._finish_full(sequence, group)
@@ -469,6 +469,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Verify that no block is lost. Raises IntegrityError."""
         check_integrity(self.manager)
+        self.scheduler.check_swap_space()
 
 
 def _failure(error: Exception) -> PrefixCacheError:

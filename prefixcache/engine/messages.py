@@ -518,6 +518,8 @@ class CacheStats:
     requests_aborted: int
     requests_failed: int
     same_bits: bool
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
     bytes_per_block: int = 0
     blocks_shared: int = 0
     blocks_saved: int = 0

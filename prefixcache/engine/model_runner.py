@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from prefixcache.cache import BlockCopy
-from prefixcache.engine.scheduler import ScheduledRow
+from prefixcache.engine.scheduler import ScheduledRow, ScheduledStep
 from prefixcache.model.attention import StepInput
 from prefixcache.model.decode_graph import DecodeGraphs
 from prefixcache.model.decoder import Decoder
+from prefixcache.model.host_cache import HostCache
 from prefixcache.model.kv_cache import KVCache
 
 
@@ -43,17 +43,29 @@ class ModelRunner:
         kv_cache: KVCache,
         block_size: int,
         graphs: DecodeGraphs | None = None,
+        host_cache: HostCache | None = None,
     ) -> None:
-        """graphs: captured over this decoder and cache; None launches every step."""
+        """graphs: captured over this decoder and cache; None launches every step.
+
+        host_cache: where blocks may be moved to; None where none ever are.
+        """
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._block_size = block_size
         self._graphs = graphs
+        self._host_cache = host_cache
 
-    def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
-        """Make the copies of a step; must come before its forward pass."""
-        if copies:
-            self._kv_cache.copy_blocks(copies)
+    def move_blocks(self, step: ScheduledStep) -> None:
+        """Make the moves and copies of a step; must come before its forward pass.
+
+        What goes to the host is read before anything is written, and what comes from there is
+        written last: its blocks may be sources of copies until then.
+        """
+        if self._host_cache is not None:
+            self._host_cache.move_out(step.move_out)
+        self._kv_cache.copy_blocks(step.copies)
+        if self._host_cache is not None:
+            self._host_cache.move_in(step.move_in)
 
     def run(self, rows: Seq[ScheduledRow]) -> tuple[torch.Tensor, list[RowLogits]]:
         """One forward pass. Returns logits float32 [R, vocab_size], and each row's place in them.

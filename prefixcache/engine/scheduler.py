@@ -13,10 +13,19 @@ Where there are tenants, they take turns within a priority (`turns`) with prompt
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prefixcache.cache import BlockCopy, BlockManager, BlockTable, NoFreeBlocks, token_bytes
+from prefixcache.cache import (
+    BlockCopy,
+    BlockManager,
+    BlockTable,
+    Match,
+    NoFreeBlocks,
+    Snapshot,
+    SwapSpace,
+    token_bytes,
+)
 from prefixcache.engine.observer import Observers
 from prefixcache.engine.sequence import Sequence, SequenceGroup, State
 from prefixcache.engine.sizing import blocks_at_most, shared_tokens
@@ -47,11 +56,14 @@ class ScheduledRow:
 class ScheduledStep:
     """The rows of one forward pass, and the block copies to make before it.
 
+    move_out, copies, move_in: to host blocks, within the pool, and from host blocks, in this order.
     full: a sequence that must end, and its group: nothing is left for it to grow into.
     """
 
     rows: list[ScheduledRow]
+    move_out: list[BlockCopy]
     copies: list[BlockCopy]
+    move_in: list[BlockCopy]
     full: list[tuple[Sequence, SequenceGroup]]
 
 
@@ -60,6 +72,7 @@ class Scheduler:
 
     max_num_seqs: sequences that run at once. token_budget: tokens of a step, at least
     max_num_seqs. wait_for_inflight: let a group wait for prompt blocks that another computes.
+    swap: host blocks for what preempted groups had; None: all of it is found or computed again.
     """
 
     def __init__(
@@ -69,11 +82,13 @@ class Scheduler:
         max_num_seqs: int,
         token_budget: int,
         wait_for_inflight: bool = True,
+        swap: SwapSpace | None = None,
     ) -> None:
         self.manager = manager
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.observers = Observers()
+        self.swap = swap or SwapSpace(0, lambda num_blocks: False)
         self.turns = Turns()
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
@@ -115,7 +130,9 @@ class Scheduler:
         for group in later:
             self._schedule_rows(group, decoding=False)
         self.turns.settle(self._contending())
-        return ScheduledStep(list(self._rows.values()), self.manager.take_copies(), self._full)
+        out, back = self.swap.take_moves()
+        copies = self.manager.take_copies()
+        return ScheduledStep(list(self._rows.values()), out, copies, back, self._full)
 
     def _contending(self) -> Iterator[SequenceGroup]:
         """Groups that want more than they have: those that wait, or have prompt left to run."""
@@ -158,7 +175,11 @@ class Scheduler:
                 return True
 
     def _preempt(self, group: SequenceGroup) -> None:
-        """Take a group's blocks; what it has published stays matchable until it is needed."""
+        """Take a group's blocks; what it has published stays matchable until it is needed.
+
+        What only it used may be moved to host blocks, for the case that it is needed.
+        """
+        save = self._saver(group)
         for sequence in group.live:
             row = self._rows.pop(sequence, None)
             if row is not None:
@@ -168,9 +189,34 @@ class Scheduler:
                 self._release(sequence, group.priority, pruned=False)
             sequence.num_computed = 0
             sequence.state = State.WAITING
+        save()
         self.running.remove(group)
         self.add(group)
         self.observers.preempted(group)
+
+    def _saver(self, group: SequenceGroup) -> Callable[[], None]:
+        """Note what a group holds; what is returned saves it, once the group has let it go.
+
+        Only then is known which blocks others use, which will thus be found again.
+        """
+        if not self.swap.enabled:
+            return lambda: None
+        held = [
+            (sequence, table.node, self.manager.readable(table), table.num_filled)
+            for sequence in group.live
+            if (table := sequence.table) is not None
+        ]
+
+        def save() -> None:
+            snapshots = []
+            for sequence, node, blocks, num_tokens in held:
+                first = self.manager.trie.idle_from(node)
+                stop = self.manager.blocks_for(num_tokens)
+                own = tuple(blocks[first:stop])
+                snapshots.append(Snapshot(sequence, first, own, num_tokens))
+            self.swap.save(snapshots)
+
+        return save
 
     # ------------------------------------------------------------ admission
 
@@ -249,7 +295,22 @@ class Scheduler:
                 sequence.blocked_on = digest
                 return None
         sequence.blocked_on = None
-        return self.manager.admit(group.namespace, data, match)
+        return self._admitted(sequence, group.namespace, data, match)
+
+    def _admitted(
+        self, sequence: Sequence, namespace: bytes, data: bytes, match: Match
+    ) -> BlockTable:
+        """A table on a match; what a preempted sequence had beyond it comes from host blocks."""
+        saved = self.swap.find(sequence)
+        if saved and saved.first <= match.num_blocks and saved.num_tokens > match.num_tokens:
+            match = match.whole_blocks(self.manager.block_size)
+            table = self.manager.admit(namespace, data, match)
+            if self.manager.restore(table, saved.num_tokens):
+                self.swap.move_in(saved, table)
+        else:
+            table = self.manager.admit(namespace, data, match)
+        self.swap.drop(sequence)
+        return table
 
     def _count(self, sequence: Sequence, group: SequenceGroup) -> None:
         """Note where the tokens of a sequence come from, once: not again after a preemption."""
@@ -281,6 +342,7 @@ class Scheduler:
     def finish(self, sequence: Sequence, group: SequenceGroup, *, pruned: bool = False) -> None:
         """A sequence ends; its group goes with its last one."""
         sequence.state = State.FINISHED
+        self.swap.drop(sequence)
         if sequence.lease is not None:
             self.manager.end_lease(sequence.lease)
             sequence.lease = None
@@ -288,6 +350,13 @@ class Scheduler:
             self._release(sequence, group.priority, pruned=pruned)
         if not group.live:
             (self.running if group in self.running else self.waiting).remove(group)
+
+    def check_swap_space(self) -> None:
+        """Verify that no host block is lost. Raises AssertionError."""
+        groups = [*self.waiting, *self.running]
+        self.swap.check_integrity(
+            [s for group in groups for s in group.live if s.state is State.WAITING]
+        )
 
     def _release(self, sequence: Sequence, priority: int, *, pruned: bool) -> None:
         assert sequence.table is not None

@@ -12,6 +12,10 @@ DEFAULT_CPU_SHARE = 0.25
 """Share of the memory that the process's control group leaves, taken for the pool on the CPU."""
 
 
+DEFAULT_SWAP_SPACE = 4.0
+"""GiB of pinned host memory beside a GPU; on the CPU the pool is in host memory itself."""
+
+
 def blocks_at_most(
     prompts: Sequence[int], shared: Sequence[int], extra: Sequence[int], block_size: int
 ) -> int:
@@ -54,6 +58,14 @@ def pool_blocks(config: EngineConfig, bytes_per_block: int, available_bytes: int
     if config.kv_cache_memory_bytes is not None:
         available_bytes = config.kv_cache_memory_bytes
     return max(available_bytes // bytes_per_block, 0)
+
+
+def swap_blocks(config: EngineConfig, bytes_per_block: int, *, on_gpu: bool) -> int:
+    """Blocks in host memory for preempted requests: by default some behind a GPU, none else."""
+    gib = config.swap_space
+    if gib is None:
+        gib = DEFAULT_SWAP_SPACE if on_gpu else 0.0
+    return int(gib * 2**30) // bytes_per_block
 
 
 def max_model_len(config: EngineConfig, model_max: int, num_blocks: int, per_block: int) -> int:

@@ -26,6 +26,7 @@ class KVCache:
     values: [layers, blocks, kv_heads, block_size, head_dim]
     scales: float32 [2 (K, V), layers, blocks, kv_heads, 1, block_size] where the dtype is e4m3, a
         scale for each token and head; else None
+    parts: all of these as tensors [layers, blocks, a, b, c], for what moves whole blocks
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class KVCache:
         self.values = torch.empty(*heads, block_size, config.head_dim, dtype=dtype, device=device)
         self.scales: Tensor | None = None
         self.layers: tuple[tuple[Cache, Cache], ...]
-        self._parts: tuple[Tensor, ...]
+        self.parts: tuple[Tensor, ...]
         if dtype == FP8:
             self.scales = torch.empty(2, *heads, 1, block_size, device=device)
             k_scales, v_scales = self.scales.squeeze(-2)  # [layers, blocks, kv_heads, block_size]
@@ -67,9 +68,9 @@ class KVCache:
             values = map(QuantizedCache, self.values, v_scales)
             self.layers = tuple(zip(keys, values, strict=True))
             # Copied as bytes: torch and Triton need not know the type to move it.
-            self._parts = (self.keys.view(torch.uint8), self.values.view(torch.uint8), *self.scales)
+            self.parts = (self.keys.view(torch.uint8), self.values.view(torch.uint8), *self.scales)
         else:
-            self._parts = (self.keys, self.values)
+            self.parts = (self.keys, self.values)
             self.layers = tuple(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
 
     @staticmethod
@@ -94,7 +95,7 @@ class KVCache:
         if len(set(targets)) != len(targets):
             raise ValueError(f"copies: a target occurs twice: {copies}")
         self._kernels.copy_blocks(
-            self._parts, np.array(sources, np.int64), np.array(targets, np.int64)
+            self.parts, np.array(sources, np.int64), np.array(targets, np.int64)
         )
 
 

@@ -71,6 +71,8 @@ _COUNTERS: dict[str, tuple[str, Value]] = {
     "forks": ("Branches forked", lambda s: s.forks),
     "block_copies": ("Blocks copied on first write", lambda s: s.block_copies),
     "evicted_blocks": ("Blocks that made room", lambda s: s.evicted_blocks),
+    "swapped_out_blocks": ("Preempted blocks moved to the host", lambda s: s.swapped_out_blocks),
+    "swapped_in_blocks": ("Blocks moved back from the host", lambda s: s.swapped_in_blocks),
     "preemptions": ("Times that a request gave its blocks back", lambda s: s.preemptions),
 }
 

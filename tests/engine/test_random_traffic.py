@@ -33,7 +33,7 @@ def quiet(checkpoint: Path) -> Engine:
     )
 
 
-def run_seed(checkpoint: Path, quiet: Engine, seed: int) -> Traffic:
+def run_seed(checkpoint: Path, quiet: Engine, seed: int, swap: bool) -> Traffic:
     choose = random.Random(seed)
     engine = Engine(
         EngineConfig(
@@ -46,8 +46,10 @@ def run_seed(checkpoint: Path, quiet: Engine, seed: int) -> Traffic:
             enable_prefix_caching=choose.random() < 0.85,
             wait_for_inflight=choose.random() < 0.7,
             seed=seed,
+            swap_space=0.001 if swap else 0.0,
         )
     )
+    engine.scheduler.swap.worth = lambda num_blocks: True
     traffic = Traffic(engine, seed)
     for _ in range(120):
         if choose.random() < 0.5:
@@ -68,11 +70,26 @@ def test_answers_do_not_depend_on_more_traffic(checkpoint: Path, quiet: Engine, 
     check_seed(checkpoint, quiet, seed)
 
 
-def check_seed(checkpoint: Path, quiet: Engine, seed: int) -> None:
-    traffic = run_seed(checkpoint, quiet, seed)
+@pytest.mark.parametrize("seed", [53, 55, 60, 66])  # those in which much is moved
+def test_answers_do_not_depend_on_blocks_moved_to_the_host_and_back(
+    checkpoint: Path, quiet: Engine, seed: int
+) -> None:
+    engine = check_seed(checkpoint, quiet, seed, swap=True)
+    assert engine.scheduler.swap.num_in > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 230))
+def test_answers_do_not_depend_on_more_moves(checkpoint: Path, quiet: Engine, seed: int) -> None:
+    check_seed(checkpoint, quiet, seed, swap=True)
+
+
+def check_seed(checkpoint: Path, quiet: Engine, seed: int, swap: bool = False) -> Engine:
+    traffic = run_seed(checkpoint, quiet, seed, swap)
     engine = traffic.engine
     assert compare(traffic, quiet) > 50
     assert engine.manager.num_in_use == engine.manager.num_pinned()
     counters = engine.metrics.counters
     sources = counters.cached_tokens + counters.forked_tokens + counters.computed_tokens
     assert sources == counters.prompt_tokens
+    return engine

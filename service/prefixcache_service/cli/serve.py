@@ -91,6 +91,10 @@ KvBytes = Annotated[
         metavar="BYTES",
     ),
 ]
+SwapSpace = Annotated[
+    float | None,
+    flag("GiB of host memory for preempted requests' blocks; 4 on CUDA by default, 0 on the CPU."),
+]
 Utilization = Annotated[float, flag("Share of the GPU for weights, a peak step and the pool.")]
 Caching = Annotated[bool, flag("Reuse the blocks of equal prefixes.")]
 DigestSeed = Annotated[
@@ -160,6 +164,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     kv_cache_dtype: KvDtype = "auto",
     num_gpu_blocks_override: Blocks = None,
     kv_cache_memory_bytes: KvBytes = None,
+    swap_space: SwapSpace = None,
     gpu_memory_utilization: Utilization = 0.9,
     enable_prefix_caching: Caching = True,
     digest_seed: DigestSeed = None,

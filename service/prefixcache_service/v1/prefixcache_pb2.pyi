@@ -393,7 +393,7 @@ class GetCacheStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCacheStatsResponse(_message.Message):
-    __slots__ = ("block_size", "blocks_total", "blocks_free", "blocks_evictable", "blocks_in_use", "blocks_pinned", "sequences_running", "sequences_waiting", "sequences_kept", "prompt_tokens", "cached_tokens", "forked_tokens", "computed_tokens", "recomputed_tokens", "completion_tokens", "preemptions", "forks", "block_copies", "evicted_blocks", "requests_finished", "requests_aborted", "requests_failed", "same_bits", "extra", "bytes_per_block", "blocks_shared", "blocks_saved", "blocks_leased", "sequences_preempted", "misses", "finish_reasons", "size_curve", "histograms", "tenants")
+    __slots__ = ("block_size", "blocks_total", "blocks_free", "blocks_evictable", "blocks_in_use", "blocks_pinned", "sequences_running", "sequences_waiting", "sequences_kept", "prompt_tokens", "cached_tokens", "forked_tokens", "computed_tokens", "recomputed_tokens", "completion_tokens", "preemptions", "forks", "block_copies", "evicted_blocks", "requests_finished", "requests_aborted", "requests_failed", "same_bits", "extra", "bytes_per_block", "blocks_shared", "blocks_saved", "blocks_leased", "sequences_preempted", "misses", "finish_reasons", "size_curve", "histograms", "tenants", "swapped_out_blocks", "swapped_in_blocks")
     class ExtraEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -449,6 +449,8 @@ class GetCacheStatsResponse(_message.Message):
     SIZE_CURVE_FIELD_NUMBER: _ClassVar[int]
     HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_IN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     blocks_total: int
     blocks_free: int
@@ -483,7 +485,9 @@ class GetCacheStatsResponse(_message.Message):
     size_curve: _containers.RepeatedCompositeFieldContainer[SizePoint]
     histograms: _containers.RepeatedCompositeFieldContainer[Histogram]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
-    def __init__(self, block_size: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sequences_running: _Optional[int] = ..., sequences_waiting: _Optional[int] = ..., sequences_kept: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forked_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., forks: _Optional[int] = ..., block_copies: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., same_bits: _Optional[bool] = ..., extra: _Optional[_Mapping[str, float]] = ..., bytes_per_block: _Optional[int] = ..., blocks_shared: _Optional[int] = ..., blocks_saved: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., sequences_preempted: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., finish_reasons: _Optional[_Mapping[str, int]] = ..., size_curve: _Optional[_Iterable[_Union[SizePoint, _Mapping]]] = ..., histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ...) -> None: ...
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    def __init__(self, block_size: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sequences_running: _Optional[int] = ..., sequences_waiting: _Optional[int] = ..., sequences_kept: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forked_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., forks: _Optional[int] = ..., block_copies: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., same_bits: _Optional[bool] = ..., extra: _Optional[_Mapping[str, float]] = ..., bytes_per_block: _Optional[int] = ..., blocks_shared: _Optional[int] = ..., blocks_saved: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., sequences_preempted: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., finish_reasons: _Optional[_Mapping[str, int]] = ..., size_curve: _Optional[_Iterable[_Union[SizePoint, _Mapping]]] = ..., histograms: _Optional[_Iterable[_Union[Histogram, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., swapped_out_blocks: _Optional[int] = ..., swapped_in_blocks: _Optional[int] = ...) -> None: ...
 
 class SizePoint(_message.Message):
     __slots__ = ("scale", "blocks", "hit_rate")
