@@ -27,6 +27,7 @@ namespace {
 
 constexpr int kSpan = 128;
 constexpr int kPairs = 24;                                     // pairs of an item, at most
+constexpr int kPadded = (kPairs + kLanes - 1) / kLanes * kLanes;
 constexpr int kRegisterRows = kLanes >= 8 ? 12 : 4;             // rows of a register tile
 constexpr int kColumns = kLanes == 16 ? 2 : 1;                 // its vectors
 constexpr int kVectors = kSpan / kLanes;
@@ -96,8 +97,10 @@ struct Attention {
   void locate(const AttentionItem& item, int span, int kv_head, int last, Buffers& b) const {
     const int64_t size = s.block_size;
     const int32_t* ids = w.block_table + item.table_row * w.table_width + (int64_t)span * kSpan / size;
-    for (int key = 0; key <= last; key++)
-      b.value_rows[key] = v_cache + ids[key / size] * s.v_block + kv_head * s.v_head + key % size * s.v_slot;
+    for (int key = 0; key <= last;) {  // block by block: a division a key costs as much as the scores
+      const float* row = v_cache + ids[key / size] * s.v_block + kv_head * s.v_head;
+      for (int64_t slot = 0; slot < size; slot++, row += s.v_slot) b.value_rows[key++] = row;
+    }
     if (size >= kLanes) {
       b.key_stride = s.k_dim;
       for (int v = 0; v * kLanes <= last; v++)
@@ -159,9 +162,7 @@ struct Attention {
     std::fill(scores + seen.high + 1, scores + vectors * kLanes, lowest);
     F most = simd::set1(lowest);
     for (int v = 0; v < vectors; v++) most = simd::max(most, simd::load(scores + v * kLanes));
-    float lanes[kLanes];
-    simd::store(lanes, most);
-    max = *std::max_element(lanes, lanes + kLanes);
+    max = simd::lane_max(most);
     const F top = simd::set1(max);
     for (int v = 0; v < vectors; v++)
       simd::store(scores + v * kLanes, simd::exp(simd::sub(simd::load(scores + v * kLanes), top)));
@@ -169,10 +170,7 @@ struct Attention {
     std::fill(scores + seen.high + 1, scores + kSpan, 0.0f);
     F total = simd::zero();
     for (int v = 0; v < vectors; v++) total = simd::add(total, simd::load(scores + v * kLanes));
-    simd::store(lanes, total);
-    for (int step = kLanes / 2; step; step /= 2)
-      for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
-    sum = lanes[0];
+    sum = simd::lane_sum(total);
   }
 
   template <int R, int C, bool Part>
@@ -261,9 +259,10 @@ struct Attention {
     }
   }
 
-  void merge(float& max, float& sum, float* values, const Partial& next) const {
+  // Merge the next partial into a state; `factor` is e to the smaller maximum minus the greater one.
+  void merge(float& max, float& sum, float* values, const Partial& next, float factor) const {
     const float top = std::max(max, next.max);
-    const float old = simd::exp1(max - top), fresh = simd::exp1(next.max - top);
+    const float old = max == top ? 1.0f : factor, fresh = next.max == top ? 1.0f : factor;
     sum = sum * old + next.sum * fresh;
     max = top;
     const F a = simd::set1(old), c = simd::set1(fresh);
@@ -304,12 +303,16 @@ struct Attention {
     const int last = w.positions[final_row] / kSpan;
     for (int span = w.first_span[row_of(item, 0)]; span <= last; span++) {
       span_partials(item, span, kv_head, b, max, sum, seen);
+      float factor[kPadded] = {};
+      for (int p = 0; p < item.pairs; p++)
+        if (b.begun[p] && seen[p].low <= seen[p].high) factor[p] = -std::fabs(max[p] - b.state_max[p]);
+      for (int p = 0; p < item.pairs; p += kLanes) simd::store(factor + p, simd::exp(simd::load(factor + p)));
       for (int p = 0; p < item.pairs; p++) {
         if (seen[p].low > seen[p].high) continue;
         float* state = b.state.data() + p * padded;
         const Partial next{max[p], sum[p], b.values.data() + p * padded};
         if (b.begun[p]) {
-          merge(b.state_max[p], b.state_sum[p], state, next);
+          merge(b.state_max[p], b.state_sum[p], state, next, factor[p]);
           continue;
         }
         b.begun[p] = true;
@@ -327,7 +330,8 @@ struct Attention {
     float* state = partial(row, first, head);
     for (int span = first + 1; span <= last; span++) {
       float* next = partial(row, span, head);
-      merge(state[padded], state[padded + 1], state, {next[padded], next[padded + 1], next});
+      const float factor = simd::exp1(-std::fabs(next[padded] - state[padded]));
+      merge(state[padded], state[padded + 1], state, {next[padded], next[padded + 1], next}, factor);
     }
     finish(row, head, state[padded + 1], state);
   }

@@ -14,14 +14,6 @@ using simd::kLanes;
 
 namespace {
 
-float lane_sum(F x) {
-  float lanes[kLanes];
-  simd::store(lanes, x);
-  for (int step = kLanes / 2; step; step /= 2)
-    for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
-  return lanes[0];
-}
-
 // Call f(offset, lanes) for each vector of a row, the last one perhaps partial.
 template <class Function>
 inline void each_vector(int64_t width, Function f) {
@@ -43,7 +35,7 @@ void normalise(const float* x, const float* weight, float eps, float* out, int64
     const F v = get(x + i, n);
     squares = simd::fma(v, v, squares);
   });
-  const F scale = simd::set1(1.0f / std::sqrt(lane_sum(squares) / (float)width + eps));
+  const F scale = simd::set1(1.0f / std::sqrt(simd::lane_sum(squares) / (float)width + eps));
   each_vector(width, [&](int64_t i, int n) {
     put(out + i, simd::mul(simd::mul(get(x + i, n), scale), get(weight + i, n)), n);
   });

@@ -249,6 +249,34 @@ inline F exp(F x) {
   return scale2(p, n);
 }
 
+// Over the lanes: the greatest, and the sum of a tree that adds the upper half to the lower one.
+inline float lane_max(F x) {
+#if PREFIXCACHE_LANES == 16
+  return _mm512_reduce_max_ps(x);
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  float most = lanes[0];
+  for (int i = 1; i < kLanes; i++) most = lanes[i] > most ? lanes[i] : most;
+  return most;
+#endif
+}
+
+inline float lane_sum(F x) {
+#if PREFIXCACHE_LANES == 16
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int step = kLanes / 2; step; step /= 2)
+    for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
+  return lanes[0];
+#endif
+}
+
 inline float exp1(float x) {
   float lanes[kLanes];
   store(lanes, exp(set1(x)));
