@@ -63,8 +63,8 @@ class ReuseCurve:
         self._times: list[int] = []
         """The same times, in order: a block's distance is how many stand behind its own."""
         self._now = 0
-        self._near = [0] * self._limit
-        """Sampled blocks that came back, by the distance at which they did."""
+        self._near = np.zeros(self._limit + 1, np.int64)
+        """Sampled blocks that came back, by one more than the distance at which they did."""
         self._sampled = 0
         self._whole_blocks = 0
         self._blocks = 0.0
@@ -93,7 +93,7 @@ class ReuseCurve:
                 behind = len(self._times) - bisect_left(self._times, time) - 1
                 distance = min(distance, behind)
             if distance < self._limit:
-                self._near[distance] += 1
+                self._near[distance + 1] += 1
         self._move_to_front(reversed(keys))
 
     def touch(self, digests: bytes) -> None:
@@ -119,7 +119,7 @@ class ReuseCurve:
         should have been is counted at distance zero (SHARDS-adj).
         """
         missing = self._whole_blocks * self.rate - self._sampled
-        nearer = np.cumsum([missing, *self._near])
+        nearer = np.cumsum(self._near) + missing
         buckets = [min(round(size * self.rate), self._limit) for size in sizes]
         return [float(nearer[bucket]) / (self._blocks * self.rate) for bucket in buckets]
 
@@ -147,7 +147,7 @@ class ReuseCurve:
             del times[0]
 
     def _halve(self) -> None:
-        self._near = [count // 2 for count in self._near]
+        self._near //= 2
         self._sampled //= 2
         self._whole_blocks //= 2
         self._blocks /= 2
