@@ -145,7 +145,7 @@ def test_beams_are_shown_as_hypotheses_of_their_search(web, client):
     )
     search.start()
     beams = []
-    while search.is_alive() and not beams:
+    while search.is_alive() and len(beams) < 3:
         view = snapshot(web)
         beams = [one for one in view["sequences"] if one["hypothesis"]]
     search.join()
