@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from prefixcache.engine.messages import CacheStats, Histogram
+from prefixcache.engine.messages import CacheStats, Histogram, MissCause
 
 _BLOCKS = {
     "free": "blocks_free",
@@ -58,7 +58,14 @@ def as_tables(stats: CacheStats) -> RenderableType:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        show_header=any(columns),
+    )
     table.add_column(min_width=26)
     for name in columns:
         table.add_column(name, justify="right", min_width=10)
@@ -69,7 +76,10 @@ def _prompt_tokens(stats: CacheStats) -> Table:
     table = _table(f"prompt tokens, hit rate {_percent(stats.hit_rate)}", "", "")
     rows = [("cached", stats.cached_tokens), ("forked", stats.forked_tokens)]
     rows += [("computed", stats.computed_tokens)]
-    rows += [(f"  {cause.replace('_', ' ')}", count) for cause, count in stats.misses.items()]
+    rows += [
+        (f"  {cause.replace('_', ' ')}", stats.misses.get(cause, 0))
+        for cause in get_args(MissCause)
+    ]
     for name, count in rows:
         share = count / stats.prompt_tokens if stats.prompt_tokens else None
         table.add_row(name, f"{count:,}", _percent(share))
