@@ -81,8 +81,8 @@ class SwapSpace:
     def drop(self, owner: Hashable) -> None:
         """Nothing is kept for a sequence any more.
 
-        A block that was to be moved out and is not needed now is not moved; one to be moved in is
-        read before it can be written again, since moves out come first in a step.
+        A block that was still to be moved out is not moved, unless it is to be moved in again in
+        the same step: moves out come first, so it is read before it can be written for another.
         """
         saved = self._saved.pop(owner, None)
         if saved is None:
@@ -92,7 +92,8 @@ class SwapSpace:
         for block in free:
             del self._holders[block]
             self._pool.give(block)
-        self._out = [move for move in self._out if move.dst not in free]
+        unread = free - {move.src for move in self._in}
+        self._out = [move for move in self._out if move.dst not in unread]
 
     def take_moves(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
         """Moves to host blocks, and from them, for this step; the lists are handed over."""

@@ -63,6 +63,22 @@ def test_a_preempted_request_goes_on_with_blocks_from_the_host(
     assert recomputed == {0.0: 36, 0.001: 1}
 
 
+def test_blocks_may_go_to_the_host_and_back_in_one_step(make_engine: MakeEngine) -> None:
+    """Preempted, and admitted again before anything was moved; the cache is gone meanwhile."""
+    params = replace(PARAMS, n=2)
+    quiet = make_engine(enable_prefix_caching=False)
+    expected = [bits(output) for output in quiet.generate([PROMPT], params)[0].outputs]
+    engine = _always(make_engine(swap_space=0.001))
+    driver = Driver(engine)
+    driver.start("r0", PROMPT, params)
+    driver.step(4)
+    driver.preempt("r0")
+    engine.manager.flush()
+    driver.step()
+    assert engine.scheduler.swap.num_in > 0
+    assert [bits(output) for output in driver.finish()["r0"].outputs] == expected
+
+
 def test_samples_move_what_they_share_once(make_engine: MakeEngine) -> None:
     quiet = make_engine(enable_prefix_caching=False)
     params = replace(PARAMS, n=3)
