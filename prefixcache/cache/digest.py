@@ -4,6 +4,7 @@ Owns the byte formats. A digest finds a block; only equal tokens confirm it, so 
 miss and never a wrong answer. The seed is secret by default, so that nobody can prepare collisions.
 """
 
+import hashlib
 import struct
 from collections.abc import Callable
 
@@ -22,10 +23,12 @@ class BlockDigest:
     function: xxh3_128; another one only to provoke collisions in tests.
     """
 
-    __slots__ = ("_function", "_seed")
+    __slots__ = ("_function", "_seed", "seed_id")
 
     def __init__(self, seed: int, function: Hash = xxhash.xxh3_128_digest) -> None:
         self._seed = seed
+        self.seed_id = hashlib.blake2b(f"digest seed {seed}".encode(), digest_size=8).hexdigest()
+        """Names the seed without telling it: digests can be compared where this is equal."""
         self._function = function
 
     def __call__(self, data: bytes) -> bytes:

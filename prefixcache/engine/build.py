@@ -105,7 +105,7 @@ def build_parts(
     report("check same bits", 0, 1)
     same_bits = _same_bits(decoder, kv_dtype)
     manager = _manager(config, num_blocks, length, clock)
-    event_log = EventLog(config.block_size)
+    event_log = EventLog(config.block_size, manager.trie.digest.seed_id)
     manager.observers.append(event_log)
     return Parts(
         model_config=model,

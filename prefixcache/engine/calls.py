@@ -84,7 +84,7 @@ def _value(engine: "Engine", call: Call) -> object:
             entries = engine.registry.entries(_owner(call))
             return tuple(_describe(engine, entry) for entry in entries)
         case GetStats():
-            return _stats(engine)
+            return _stats(engine) if call.tenant is None else _own_stats(engine, call.tenant)
         case FlushCache():
             return _flush(engine, call)
         case PinPrefix():
@@ -243,6 +243,37 @@ def _stats(engine: "Engine") -> CacheStats:
         size_curve=metrics.cache.size_curve(),
         histograms=metrics.histograms(),
         tenants=metrics.tenants(),
+    )
+
+
+def _own_stats(engine: "Engine", tenant: str) -> CacheStats:
+    """What a tenant may know: its own work, and nothing that others' would change.
+
+    What only another namespace has computed is told as never seen.
+    """
+    figures = engine.metrics.own(tenant)
+    misses = dict(figures.misses)
+    misses["never_seen"] += misses.pop("other_namespace")
+    pins = [entry.pin for entry in engine.registry.pins() if entry.tenant == tenant]
+    scheduler = engine.scheduler
+    return CacheStats(
+        block_size=engine.config.block_size,
+        bytes_per_block=engine.bytes_per_block,
+        blocks_total=0,
+        blocks_free=0,
+        blocks_evictable=0,
+        blocks_in_use=0,
+        blocks_pinned=sum(pin.num_blocks for pin in pins),
+        sequences_running=_num_live(g for g in scheduler.running if g.tenant == tenant),
+        sequences_waiting=_num_live(g for g in scheduler.waiting if g.tenant == tenant),
+        sequences_kept=len(engine.registry.kept_until(tenant)),
+        **dataclasses.asdict(figures.counters),
+        forks=0,
+        block_copies=0,
+        evicted_blocks=0,
+        same_bits=engine.same_bits,
+        misses=misses,
+        finish_reasons=dict(figures.finish_reasons),
     )
 
 

@@ -136,6 +136,8 @@ class Engine:
     def _refuse(self, command: Generate | Fork | Score, error: PrefixCacheError) -> None:
         self._events.append(Failed(command.request_id, error))
         self.observers.ended(command.request_id, None, error)
+        if command.tenant:
+            self.metrics.own(command.tenant).counters.requests_failed += 1
 
     def _add(self, command: Generate | Fork | Score) -> None:
         if command.request_id in self._groups:

@@ -27,18 +27,25 @@ class _Record:
     digests: Sequence[bytes] = ()
     tokens: bytes = b""
 
-    def event(self, block_size: int, *, with_tokens: bool) -> CacheEvent:
+    def event(self, block_size: int, seed_id: str, *, with_tokens: bool) -> CacheEvent:
         tokens = np.frombuffer(self.tokens, np.uint32).tolist() if with_tokens else ()
         return CacheEvent(
-            self.number, self.kind, self.parent, tuple(self.digests), block_size, tuple(tokens)
+            self.number,
+            self.kind,
+            self.parent,
+            tuple(self.digests),
+            block_size,
+            tuple(tokens),
+            seed_id,
         )
 
 
 class EventLog(CacheObserver):
     """Numbers begin at 1 and have no gaps."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, seed_id: str = "") -> None:
         self._block_size = block_size
+        self._seed_id = seed_id
         self._backlog: deque[_Record] = deque(maxlen=BACKLOG)
         self._last = 0
         self._subscribers: dict[str, tuple[int, bool]] = {}
@@ -91,7 +98,7 @@ class EventLog(CacheObserver):
                 continue
             newest_first = list(islice(reversed(self._backlog), self._last - after))
             events = [
-                record.event(self._block_size, with_tokens=with_tokens)
+                record.event(self._block_size, self._seed_id, with_tokens=with_tokens)
                 for record in reversed(newest_first)
             ]
             batches.append(CacheEvents(call_id, tuple(events)))

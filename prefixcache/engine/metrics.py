@@ -5,13 +5,13 @@ Owns every counter since the start. What the cache gave, and why not more, is `c
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 from prefixcache.engine import messages
 from prefixcache.engine.cache_metrics import CacheMetrics
 from prefixcache.engine.histogram import LONG_SECONDS, SECONDS, STEP_SECONDS, Histogram
-from prefixcache.engine.messages import FinishReason, TenantStats
+from prefixcache.engine.messages import FinishReason, MissCause, TenantStats
 from prefixcache.engine.observer import EngineObserver
 from prefixcache.engine.sequence import Owner, Sequence, SequenceGroup
 from prefixcache.errors import PrefixCacheError
@@ -42,14 +42,27 @@ class Counters:
 
 
 @dataclass(slots=True)
+class Figures:
+    """What is counted of all requests, or of those of one tenant."""
+
+    counters: Counters = field(default_factory=Counters)
+    misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(MissCause), 0))
+    finish_reasons: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0)
+    )
+
+
+@dataclass(slots=True)
 class _Request:
     """A request that has not ended. Times are of the engine's clock.
 
     given_tokens: of prompt_tokens, those cached or forked. num_results: of a search, so far.
+    own: the figures of its tenant, where there are tenants.
     """
 
     arrived: float
     tenant: Counters | None
+    own: Figures | None = None
     admitted: float | None = None
     has_token: bool = False
     prompt_tokens: int = 0
@@ -70,6 +83,7 @@ class EngineMetrics(EngineObserver):
         self._clock = clock
         self._max_tenants = max_tenants
         self._tenants: dict[str, Counters] = {}
+        self._own: dict[str, Figures] = {}
         self._requests: dict[SequenceGroup, _Request] = {}
         self._last_token: dict[Sequence, float] = {}
         self._queue_time = Histogram(SECONDS)
@@ -83,7 +97,8 @@ class EngineMetrics(EngineObserver):
 
     def queued(self, group: SequenceGroup) -> None:
         """Its time begins."""
-        self._requests[group] = _Request(self._clock(), self._tenant(group.first.owner))
+        own = self.own(group.tenant) if group.tenant else None
+        self._requests[group] = _Request(self._clock(), self._tenant(group.first.owner), own)
 
     def admitted(self, sequence: Sequence, group: SequenceGroup, *, again: bool) -> None:
         """Account for a prompt: by source the first time, as recomputed after that."""
@@ -92,7 +107,12 @@ class EngineMetrics(EngineObserver):
             self.counters.recomputed_tokens += computed
             return
         request = self._requests[group]
+        before = dict(self.cache.misses)
         self.cache.admitted(sequence)
+        if request.own is not None:
+            _count_sources(request.own.counters, sequence, computed)
+            for cause, count in self.cache.misses.items():
+                request.own.misses[cause] += count - before[cause]
         _count_sources(self.counters, sequence, computed)
         if request.tenant is not None:
             _count_sources(request.tenant, sequence, computed)
@@ -129,12 +149,16 @@ class EngineMetrics(EngineObserver):
         self.counters.completion_tokens += num_tokens
         if request.tenant is not None:
             request.tenant.completion_tokens += num_tokens
+        if request.own is not None:
+            request.own.counters.completion_tokens += num_tokens
 
     def finished(self, sequence: Sequence, group: SequenceGroup, reason: FinishReason) -> None:
         """Count its reason; of a search, the tokens of the result too, in their order."""
         self.finish_reasons[reason] += 1
         request = self._requests[group]
         request.last_reason = reason
+        if request.own is not None:
+            request.own.finish_reasons[reason] += 1
         if group.beam is not None and reason != "abort":
             tokens = group.beam.finished[request.num_results].ending.tokens
             request.num_results += 1
@@ -145,12 +169,14 @@ class EngineMetrics(EngineObserver):
     ) -> None:
         """Count how; an admitted one for its time too."""
         request = None if group is None else self._requests.pop(group)
-        if error is not None:
-            self.counters.requests_failed += 1
-        elif request is not None and request.last_reason == "abort":
-            self.counters.requests_aborted += 1
-        else:
-            self.counters.requests_finished += 1
+        own = None if request is None else request.own
+        for counters in (self.counters, *(() if own is None else (own.counters,))):
+            if error is not None:
+                counters.requests_failed += 1
+            elif request is not None and request.last_reason == "abort":
+                counters.requests_aborted += 1
+            else:
+                counters.requests_finished += 1
         if request is not None and request.admitted is not None:
             self._duration.observe(self._clock() - request.arrived)
         for sequence in group.sequences if group is not None else ():
@@ -162,6 +188,10 @@ class EngineMetrics(EngineObserver):
             self._step.observe(seconds)
 
     # ------------------------------------------------------------ figures
+
+    def own(self, tenant: str) -> Figures:
+        """The figures of one tenant."""
+        return self._own.setdefault(tenant, Figures())
 
     def was_admitted(self, group: SequenceGroup) -> bool:
         """Whether a request that waits has run before."""

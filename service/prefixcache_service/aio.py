@@ -15,6 +15,7 @@ from prefixcache.engine.messages import (
     SequenceInfo,
 )
 from prefixcache_service import requests, results
+from prefixcache_service.channel import File, call_options, credentials
 from prefixcache_service.limits import CLIENT_OPTIONS, DEFAULT_TARGET, target_of
 from prefixcache_service.requests import BeamSearch, Branch, Common, Prompt, Sampling
 from prefixcache_service.results import Completion, Delta, GenerateResult, ModelInfo, ScoreResult
@@ -37,11 +38,23 @@ class AsyncClient:
     """
 
     def __init__(
-        self, target: str = DEFAULT_TARGET, *, cache_salt: str = "", timeout: float | None = None
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        token: str | None = None,
+        ca: File | None = None,
+        certificate: File | None = None,
     ) -> None:
         self.cache_salt = cache_salt
-        self._timeout = timeout
-        self._channel = grpc.aio.insecure_channel(target_of(target), options=CLIENT_OPTIONS)
+        self._options = call_options(token, timeout)
+        where, tls = target_of(target), credentials(ca, certificate)
+        self._channel = (
+            grpc.aio.insecure_channel(where, options=CLIENT_OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(where, tls, options=CLIENT_OPTIONS)
+        )
         self._stub = PrefixCacheStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> "AsyncClient":
@@ -93,7 +106,7 @@ class AsyncClient:
         """Continue a prompt; what is generated comes as it is made."""
         common = Common(request_id, self.cache_salt, priority)
         request = requests.generate(prompt, common, keep_seconds, sampling)
-        return AsyncStream(self._stub.Generate(request, timeout=self._timeout))
+        return AsyncStream(self._stub.Generate(request, **self._options))
 
     async def best_of(
         self,
@@ -130,7 +143,7 @@ class AsyncClient:
         """
         common = Common(request_id, self.cache_salt, priority)
         request = requests.beam(prompt, common, keep_seconds, search)
-        call = self._stub.Generate(request, timeout=self._timeout)
+        call = self._stub.Generate(request, **self._options)
         async with AsyncStream(call) as stream:
             return await stream.result()
 
@@ -166,7 +179,7 @@ class AsyncClient:
         """Continue sequences that run or are kept, streamed; `index` is the branch."""
         common = Common(request_id, self.cache_salt, priority)
         request = requests.fork(branches, common, keep_seconds, sampling)
-        return AsyncStream(self._stub.Fork(request, timeout=self._timeout))
+        return AsyncStream(self._stub.Fork(request, **self._options))
 
     async def score(
         self,
@@ -224,7 +237,7 @@ class AsyncClient:
     ) -> AsyncGenerator[CacheEvent, None]:
         """Changes of the cache as they happen; `after` resumes behind that number."""
         request = pb.WatchCacheEventsRequest(after=after, with_tokens=with_tokens)
-        call = self._stub.WatchCacheEvents(request, timeout=self._timeout)
+        call = self._stub.WatchCacheEvents(request, **self._options)
         try:
             while (response := await _read(call)) is not None:
                 for event in results.cache_events(response):
@@ -253,7 +266,7 @@ class AsyncClient:
 
     async def _call(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
         try:
-            return await method(request, timeout=self._timeout)
+            return await method(request, **self._options)
         except grpc.RpcError as error:
             raise error_from_call(error) from None
 

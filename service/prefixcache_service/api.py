@@ -35,6 +35,7 @@ from prefixcache_service import guard, log, page
 from prefixcache_service.history import COLUMNS, History, Shared
 from prefixcache_service.render import caller_request_id
 from prefixcache_service.servicer import Served
+from prefixcache_service.tenants import Tenants
 
 LOOK_SECONDS = 0.9  # browsers ask once a second
 PATIENCE_SECONDS = 15.0  # a step with long prompts can take some of them
@@ -98,8 +99,8 @@ class Dashboard:
         """Keep no history any more."""
         self._history.stop()
 
-    def mount(self) -> Mount:
-        """All routes, behind the guard."""
+    def mount(self, tenants: Tenants | None) -> Mount:
+        """All routes, behind the guard. tenants: of whom operators may see the page."""
         node = "/api/nodes/{digest}"
         gets: dict[str, Endpoint] = {
             "/": self._page,
@@ -117,7 +118,7 @@ class Dashboard:
         }
         routes = [Route(path, what, methods=["GET"]) for path, what in gets.items()]
         routes += [Route(path, what, methods=["POST"]) for path, what in posts.items()]
-        return Mount("/", app=_Authorised(Router(routes), self._access.hosts))
+        return Mount("/", app=_Authorised(Router(routes), self._access.hosts, tenants))
 
     # ------------------------------------------------------------ the page
 
@@ -233,7 +234,7 @@ class Dashboard:
         return JSONResponse({"blocks_freed": freed})
 
     async def _flush(self, request: Request) -> Response:
-        return JSONResponse({"blocks_freed": await self._change(engine.FlushCache)})
+        return JSONResponse({"blocks_freed": await self._change(_flush_everything)})
 
     async def _release(self, request: Request) -> Response:
         sequence_id, body = request.path_params["sequence_id"], await _body(request)
@@ -272,15 +273,20 @@ class Dashboard:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
+def _flush_everything(call_id: str) -> engine.FlushCache:
+    return engine.FlushCache(call_id, tenant=None)
+
+
 class _Authorised:
     """Asks the guard before anything else, also for paths that are not there."""
 
-    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...], tenants: Tenants | None) -> None:
         self._app = app
         self._hosts = hosts
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guard.authorise(Request(scope), self._hosts)
+        guard.authorise(Request(scope), self._hosts, self._tenants)
         await self._app(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""What every call goes through: the gate, strict parsing, errors to statuses, one log line.
+"""What every call goes through: the gate, who calls, strict parsing, statuses, one log line.
 
 Owns which calls are open, and whether new ones may come in. Knows nothing of what a call means:
 that is the servicer's, whose methods take a message and return, or yield, messages.
@@ -8,6 +8,7 @@ import asyncio
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
@@ -17,9 +18,17 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from google.protobuf.message import Message
 
-from prefixcache.errors import Cancelled, Internal, PrefixCacheError, Unavailable
+from prefixcache.errors import (
+    Cancelled,
+    Internal,
+    PrefixCacheError,
+    ResourceExhausted,
+    Unavailable,
+)
 from prefixcache_service import log, strict
+from prefixcache_service.limits import MAX_OPEN_CALLS
 from prefixcache_service.status import details_of, shortened, status_of
+from prefixcache_service.tenants import EVERYBODY, Tenant, Tenants
 from prefixcache_service.v1 import prefixcache_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PrefixCache"]
@@ -33,6 +42,12 @@ class Context(Protocol):
     async def write(self, message: Any, /) -> None:
         """Send a message; waits while the reader is slow."""
 
+    def invocation_metadata(self) -> Any:
+        """Pairs of key and value that came with the call, or None."""
+
+    def auth_context(self) -> Any:
+        """What TLS knows of the peer: property to values."""
+
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
     ) -> Any:
@@ -40,10 +55,15 @@ class Context(Protocol):
 
 
 class Calls:
-    """All calls of the service. They are refused until `open`, and again after `close`."""
+    """All calls of the service. They are refused until `open`, and again after `close`.
 
-    def __init__(self, servicer: object) -> None:
+    tenants: who may call; None lets everybody in.
+    """
+
+    def __init__(self, servicer: object, tenants: Tenants | None = None) -> None:
         self._servicer = servicer
+        self._tenants = tenants
+        self._open_calls: Counter[str] = Counter()
         self._refusal: str | None = "the model is still loading; see grpc.health.v1"
         self._active = 0
         self._idle = asyncio.Event()
@@ -80,12 +100,14 @@ class Calls:
             call = _Call(method.name)
             with self._counted():
                 try:
-                    request = self._admit(kind, data, call)
+                    caller = self._caller(context, call)
                     response = None
-                    if streaming:
-                        await _write_all(behaviour(request), context)
-                    else:
-                        response = await behaviour(request)
+                    with self._one_more_of(caller):
+                        request = self._admit(kind, data, call)
+                        if streaming:
+                            await _write_all(behaviour(request, caller), context)
+                        else:
+                            response = await behaviour(request, caller)
                     call.report("OK")
                     return response
                 except asyncio.CancelledError:
@@ -113,9 +135,36 @@ class Calls:
             if not self._active:
                 self._idle.set()
 
-    def _admit(self, kind: type[Message], data: bytes, call: "_Call") -> Message:
+    @contextmanager
+    def _one_more_of(self, caller: Tenant) -> Iterator[None]:
+        """Count the open calls of a tenant; raises ResourceExhausted where it has too many."""
+        if self._open_calls[caller.name] >= MAX_OPEN_CALLS:
+            raise ResourceExhausted(f"you have {MAX_OPEN_CALLS} calls open, the most at once", 1.0)
+        self._open_calls[caller.name] += 1
+        try:
+            yield
+        finally:
+            self._open_calls[caller.name] -= 1
+            if not self._open_calls[caller.name]:
+                del self._open_calls[caller.name]
+
+    def _caller(self, context: Context, call: "_Call") -> Tenant:
+        """Who calls. Raises Unavailable, Unauthenticated."""
         if self._refusal is not None:
             raise Unavailable(self._refusal)
+        if self._tenants is None:
+            return EVERYBODY
+        shown = context.auth_context()
+        names = [
+            name.decode(errors="replace")
+            for key in ("x509_subject_alternative_name", "x509_common_name")
+            for name in shown.get(key, ())
+        ]
+        caller = self._tenants.of_caller(context.invocation_metadata() or (), names)
+        call.tenant = caller.name
+        return caller
+
+    def _admit(self, kind: type[Message], data: bytes, call: "_Call") -> Message:
         request = strict.parse(kind, data)
         if isinstance(request, NAMED):
             request.request_id = call.request_id = request.request_id or uuid.uuid4().hex
@@ -128,14 +177,17 @@ class _Call:
     def __init__(self, method: str) -> None:
         self.method = method
         self.request_id = ""
+        self.tenant = ""
         self._began = time.monotonic()
 
     def report(self, status: str) -> None:
         """Write the call's log line."""
         milliseconds = (time.monotonic() - self._began) * 1000
+        whose = {"tenant": self.tenant} if self.tenant else {}
         log.info(
             "call",
             method=self.method,
+            **whose,
             request_id=self.request_id[:MAX_LOGGED_CHARS],
             status=status,
             ms=milliseconds,

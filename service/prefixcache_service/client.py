@@ -15,6 +15,7 @@ from prefixcache.engine.messages import (
     SequenceInfo,
 )
 from prefixcache_service import requests, results
+from prefixcache_service.channel import File, call_options, credentials
 from prefixcache_service.limits import CLIENT_OPTIONS, DEFAULT_TARGET, target_of
 from prefixcache_service.requests import BeamSearch, Branch, Common, Prompt, Sampling
 from prefixcache_service.results import Completion, Delta, GenerateResult, ModelInfo, ScoreResult
@@ -31,6 +32,9 @@ class Client:
     target: host:port, or a host, whose port is then the default one.
     cache_salt: sent with each call. Clients with different salts share nothing.
     timeout: seconds that each call may take, streams included; None sets no limit.
+    token: who calls, where the server knows tenants; None takes $PREFIXCACHE_TOKEN.
+    ca: for TLS: PEM file of who signs the server's certificate, or "system".
+    certificate: for mutual TLS: PEM file of the client's certificate and its key.
 
     All methods raise the errors of prefixcache.errors: InvalidArgument names the field, NotFound,
     Unavailable where no server answers, and so on.
@@ -42,11 +46,23 @@ class Client:
     """
 
     def __init__(
-        self, target: str = DEFAULT_TARGET, *, cache_salt: str = "", timeout: float | None = None
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        token: str | None = None,
+        ca: File | None = None,
+        certificate: File | None = None,
     ) -> None:
         self.cache_salt = cache_salt
-        self._timeout = timeout
-        self._channel = grpc.insecure_channel(target_of(target), options=CLIENT_OPTIONS)
+        self._options = call_options(token, timeout)
+        where, tls = target_of(target), credentials(ca, certificate)
+        self._channel = (
+            grpc.insecure_channel(where, options=CLIENT_OPTIONS)
+            if tls is None
+            else grpc.secure_channel(where, tls, options=CLIENT_OPTIONS)
+        )
         self._stub = PrefixCacheStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "Client":
@@ -104,7 +120,7 @@ class Client:
         """
         common = Common(request_id, self.cache_salt, priority)
         request = requests.generate(prompt, common, keep_seconds, sampling)
-        return Stream(self._stub.Generate(request, timeout=self._timeout))
+        return Stream(self._stub.Generate(request, **self._options))
 
     def best_of(
         self,
@@ -141,7 +157,7 @@ class Client:
         """
         common = Common(request_id, self.cache_salt, priority)
         request = requests.beam(prompt, common, keep_seconds, search)
-        call = self._stub.Generate(request, timeout=self._timeout)
+        call = self._stub.Generate(request, **self._options)
         with Stream(call) as stream:
             return stream.result()
 
@@ -176,7 +192,7 @@ class Client:
         """Continue sequences that run or are kept, streamed; `index` is the branch."""
         common = Common(request_id, self.cache_salt, priority)
         request = requests.fork(branches, common, keep_seconds, sampling)
-        return Stream(self._stub.Fork(request, timeout=self._timeout))
+        return Stream(self._stub.Fork(request, **self._options))
 
     def score(
         self,
@@ -233,7 +249,7 @@ class Client:
     ) -> Iterator[CacheEvent]:
         """Changes of the cache as they happen; `after` resumes behind that number."""
         request = pb.WatchCacheEventsRequest(after=after, with_tokens=with_tokens)
-        call = self._stub.WatchCacheEvents(request, timeout=self._timeout)
+        call = self._stub.WatchCacheEvents(request, **self._options)
         try:
             while True:
                 yield from results.cache_events(_next(call))
@@ -260,7 +276,7 @@ class Client:
 
     def _call(self, method: Callable[..., T], request: Any) -> T:
         try:
-            return method(request, timeout=self._timeout)
+            return method(request, **self._options)
         except grpc.RpcError as error:
             raise error_from_call(error) from None
 

@@ -100,6 +100,10 @@ class AsyncFront:
         finally:
             del self._calls[call_id]
 
+    def tell(self, command: Command) -> None:
+        """Submit a command that is not answered. Raises Unavailable."""
+        self._submit(command)
+
     async def watch(
         self, make: Callable[[str], SubscribeEvents]
     ) -> AsyncGenerator[tuple[CacheEvent, ...], None]:

@@ -9,6 +9,7 @@ it must neither read an answer nor change anything:
   script of another origin may not; what the browser says of the origin is checked besides.
 """
 
+import base64
 import ipaddress
 from collections.abc import Iterable
 
@@ -16,6 +17,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from prefixcache.errors import Unauthenticated
+from prefixcache_service.tenants import Tenants
 
 HEADER = "x-prefixcache"
 """Must be on every request that changes something, with any value."""
@@ -34,12 +38,39 @@ _HEADERS = {
 }
 
 
-def authorise(request: Request, names: Iterable[str]) -> None:
-    """Let a request to the page or its data pass. Raises HTTPException 403 or 415 with a sentence.
+def require_operator(request: Request, tenants: Tenants | None) -> None:
+    """Where there are tenants, ask for the token of an operator. Raises HTTPException 401 or 403.
 
-    names: hosts, besides localhost and addresses, under which the server may be asked for. This is
-    also the place where a token of the operator is to be asked for, once there are tokens.
+    Either as bearer token, or as the password of Basic, for which a browser asks by itself.
     """
+    if tenants is None:
+        return
+    try:
+        tenant = tenants.of_token(_token(request.headers.get("authorization", "")))
+    except Unauthenticated:
+        challenge = {"WWW-Authenticate": 'Basic realm="prefixcache: token as password"'}
+        raise HTTPException(401, "the token of an operator is needed", challenge) from None
+    if not tenant.admin:
+        raise HTTPException(403, "this is for the operator: it shows what all tenants do")
+
+
+def _token(authorization: str) -> str:
+    kind, _, value = authorization.partition(" ")
+    if kind.lower() != "basic":
+        return value.strip()
+    try:
+        return base64.b64decode(value).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def authorise(request: Request, names: Iterable[str], tenants: Tenants | None) -> None:
+    """Let a request to the page or its data pass. Raises HTTPException 401, 403 or 415.
+
+    names: hosts, besides localhost and addresses, under which the server may be asked for.
+    tenants: of whom only operators may see the page.
+    """
+    require_operator(request, tenants)
     host = request.headers.get("host", "")
     if not _is_ours(_without_port(host), names):
         raise HTTPException(

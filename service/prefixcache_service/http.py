@@ -16,7 +16,8 @@ from starlette.routing import Route
 from prefixcache.engine.messages import CacheStats
 from prefixcache.errors import PrefixCacheError
 from prefixcache_service.api import Dashboard, refusals
-from prefixcache_service.guard import Guarded
+from prefixcache_service.guard import Guarded, require_operator
+from prefixcache_service.tenants import Tenants
 
 
 def make_app(
@@ -24,10 +25,12 @@ def make_app(
     stats: Callable[[], Awaitable[CacheStats]],
     render: Callable[[CacheStats], bytes],
     dashboard: Dashboard,
+    tenants: Tenants | None,
 ) -> Starlette:
     """The application: /healthz answers 200 while the service is SERVING, else 503; /metrics; /.
 
-    render: figures to the text of /metrics.
+    render: figures to the text of /metrics. tenants: where there are some, all but /healthz is for
+    the operator.
     """
 
     async def healthz(request: Request) -> Response:
@@ -35,11 +38,12 @@ def make_app(
         return PlainTextResponse("ok\n" if ok else "not serving\n", 200 if ok else 503)
 
     async def metrics(request: Request) -> Response:
+        require_operator(request, tenants)
         try:
             page = render(await stats())
         except PrefixCacheError as error:
             return PlainTextResponse(f"{error}\n", 503)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
-    routes = [Route("/healthz", healthz), Route("/metrics", metrics), dashboard.mount()]
+    routes = [Route("/healthz", healthz), Route("/metrics", metrics), dashboard.mount(tenants)]
     return Starlette(routes=routes, middleware=[Middleware(Guarded)], exception_handlers=refusals())

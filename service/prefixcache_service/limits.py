@@ -13,6 +13,8 @@ def target_of(server: str) -> str:
 
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+MAX_OPEN_CALLS = 4096
+"""Of one tenant, over all its connections; of everybody, where there are no tenants."""
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

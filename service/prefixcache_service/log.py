@@ -16,6 +16,11 @@ def info(event: str, **pairs: object) -> None:
     logging.getLogger(LOGGER_NAME).info(event, extra={"pairs": pairs})
 
 
+def warning(event: str, **pairs: object) -> None:
+    """Log what the operator should know."""
+    logging.getLogger(LOGGER_NAME).warning(event, extra={"pairs": pairs})
+
+
 def error(event: str, cause: BaseException | None = None, **pairs: object) -> None:
     """Log what went wrong, with the traceback of its cause."""
     logging.getLogger(LOGGER_NAME).error(event, exc_info=cause, extra={"pairs": pairs})

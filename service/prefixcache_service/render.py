@@ -209,12 +209,13 @@ def cache_events(
     events: Sequence[engine.CacheEvent],
 ) -> Iterator[pb.WatchCacheEventsResponse]:
     """Changes of the cache, in messages of bounded size: an event may be a whole prompt's."""
-    response, size = pb.WatchCacheEventsResponse(), 0
+    seed_id = events[0].seed_id if events else ""
+    response, size = pb.WatchCacheEventsResponse(seed_id=seed_id), 0
     for event in events:
         more = 1 + len(event.digests) + len(event.token_ids)
         if response.events and size + more > MAX_EVENT_ITEMS:
             yield response
-            response, size = pb.WatchCacheEventsResponse(), 0
+            response, size = pb.WatchCacheEventsResponse(seed_id=seed_id), 0
         response.events.append(_cache_event(event))
         size += more
     if response.events:

@@ -402,4 +402,5 @@ def cache_events(response: pb.WatchCacheEventsResponse) -> Iterable[CacheEvent]:
             digests=tuple(event.digests),
             block_size=event.block_size,
             token_ids=tuple(event.token_ids),
+            seed_id=response.seed_id,
         )

@@ -7,16 +7,18 @@ engine is warm, and out within the grace after SIGTERM. Knows nothing of single 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from prefixcache.engine.messages import CacheStats
+from prefixcache.engine.messages import CacheStats, SetTenants
 from prefixcache.errors import ConfigurationError, Unavailable
 from prefixcache_service import http, log
 from prefixcache_service.api import Access, Dashboard
@@ -32,6 +34,8 @@ from prefixcache_service.limits import (
 from prefixcache_service.metrics import Compat, render_metrics
 from prefixcache_service.ports import address, listen
 from prefixcache_service.servicer import Servicer
+from prefixcache_service.tenants import Tenants
+from prefixcache_service.tls import TlsFiles, check_exposure
 from prefixcache_service.web import WebServer
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_THREADS = 2
 HEALTH_CHECK_SECONDS = 0.25
+TOKENS_SECONDS = 1.0  # between looks at the tokens file
 CLOSING_SECONDS = 0.3  # each for: statuses to go out, the engine to stop, the ports to close
 
 _SERVER_OPTIONS = (
@@ -58,6 +63,8 @@ class ServerConfig:
     keepalive: seconds of silence after which a client is asked whether it is still there. It has
         half of that to answer, or its calls end: it may be frozen, or cut off without a goodbye.
     metrics_compat: whose names /metrics has besides ours.
+    tokens: file of the tenants that may call; None lets everybody in. tls: for both ports.
+    allow_insecure: let other machines connect without TLS, or without tokens.
     """
 
     host: str = DEFAULT_HOST
@@ -68,6 +75,9 @@ class ServerConfig:
     access: Access = field(default_factory=Access)
     keepalive: float = 20.0
     metrics_compat: Compat = "none"
+    tokens: Path | None = None
+    tls: TlsFiles | None = None
+    allow_insecure: bool = False
 
     def keepalive_options(self) -> tuple[tuple[str, int], ...]:
         """As gRPC names them."""
@@ -88,7 +98,8 @@ class Server:
         self._front = AsyncFront()
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize")
         self._servicer = Servicer(self._front, self._threads)
-        self._calls = Calls(self._servicer)
+        self._tenants = None if config.tokens is None else Tenants(config.tokens)
+        self._calls = Calls(self._servicer, self._tenants)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving = False
         options = (*CHANNEL_OPTIONS, *_SERVER_OPTIONS, *config.keepalive_options())
@@ -96,20 +107,26 @@ class Server:
         self._dashboard = Dashboard(self._front.call, self._threads, config.access)
         self._web = WebServer(
             http.make_app(
-                lambda: self._serving, self._servicer.stats, self._render_metrics, self._dashboard
+                lambda: self._serving,
+                self._servicer.stats,
+                self._render_metrics,
+                self._dashboard,
+                self._tenants,
             )
         )
         self._model_name = ""
         self._engine_loop: EngineLoop | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._follower: asyncio.Task[None] | None = None
         self.port = 0
         self.http_port: int | None = None
 
     async def open(self) -> None:
         """Listen on both ports; answer health checks with NOT_SERVING and calls with UNAVAILABLE.
 
-        Raises ConfigurationError where a port cannot be had.
+        Raises ConfigurationError where a port cannot be had, or would be open to strangers.
         """
+        self._check_exposure()
         where = self._config
         if where.port and (where.host, where.port) == (where.http_host, where.http_port):
             raise ConfigurationError(
@@ -122,13 +139,32 @@ class Server:
         names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
         self.port = self._take_port(self._config.host, self._config.port)
-        if self._config.http_port is not None:
-            self.http_port = await self._web.open(self._config.http_host, self._config.http_port)
+        if where.http_port is not None:
+            self.http_port = await self._web.open(where.http_host, where.http_port, where.tls)
         await self._grpc.start()
+
+    def _check_exposure(self) -> None:
+        where = self._config
+        if where.tls is not None:
+            where.tls.check()
+        hosts = {where.host: "--host"}
+        if where.http_port is not None:
+            hosts.setdefault(where.http_host, "--http-host")
+        for host, flag in hosts.items():
+            check_exposure(
+                host,
+                flag,
+                tls=where.tls,
+                tokens=where.tokens is not None,
+                allow_insecure=where.allow_insecure,
+            )
 
     def _take_port(self, host: str, port: int) -> int:
         listen(host, port, "--host", "--port").close()  # gRPC itself would not say what is wrong
+        tls = self._config.tls
         try:
+            if tls is not None:
+                return self._grpc.add_secure_port(address(host, port), tls.credentials())
             return self._grpc.add_insecure_port(address(host, port))
         except RuntimeError as error:
             raise ConfigurationError(f"cannot listen on {address(host, port)}: {error}") from None
@@ -148,6 +184,9 @@ class Server:
         self._engine_loop.start()
         self._front.connect(self._engine_loop)
         self._dashboard.serve(served)
+        if self._tenants is not None:
+            self._front.tell(SetTenants(self._tenants.policies))
+            self._follower = asyncio.create_task(self._follow_tokens(self._tenants))
         self._calls.open()
         await self._set_health(serving=True)
         self._watcher = asyncio.create_task(self._watch_engine(self._engine_loop))
@@ -161,6 +200,14 @@ class Server:
         assert self._watcher is not None
         await asyncio.shield(self._watcher)
 
+    async def _follow_tokens(self, tenants: Tenants) -> None:
+        """Tell the engine whenever the tokens file has changed."""
+        while True:
+            await asyncio.sleep(TOKENS_SECONDS)
+            if await asyncio.to_thread(tenants.refresh):
+                with contextlib.suppress(Unavailable):  # nobody is left to be told
+                    self._front.tell(SetTenants(tenants.policies))
+
     async def drain(self) -> None:
         """Stop: no new calls, running ones have the grace to end, the rest get UNAVAILABLE.
 
@@ -173,8 +220,9 @@ class Server:
         if not finished:
             self._front.fail_all(Unavailable("the server has stopped"))
             await self._calls.wait_idle(CLOSING_SECONDS)
-        if self._watcher is not None:
-            self._watcher.cancel()
+        for task in (self._watcher, self._follower):
+            if task is not None:
+                task.cancel()
         self._dashboard.stop()
         await asyncio.gather(
             self._grpc.stop(CLOSING_SECONDS), self._web.close(), self._stop_engine()

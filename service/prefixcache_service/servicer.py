@@ -15,6 +15,7 @@ from prefixcache.engine import messages as engine
 from prefixcache.errors import Cancelled, NotFound, Unavailable
 from prefixcache_service import convert, render
 from prefixcache_service.front import AsyncFront, Request
+from prefixcache_service.tenants import C, Tenant
 from prefixcache_service.v1 import prefixcache_pb2 as pb
 
 T = TypeVar("T")
@@ -49,26 +50,26 @@ class Servicer:
         """Name the model that is served."""
         self._served = model
 
-    async def generate(self, request: pb.GenerateRequest) -> Responses:
+    async def generate(self, request: pb.GenerateRequest, caller: Tenant) -> Responses:
         """Stream the samples of one prompt."""
         edge = self._model.edge
-        command = await self._off_loop(lambda: convert.generate(request, edge))
+        command = await self._off_loop(lambda: caller.own(convert.generate(request, edge)))
         async with aclosing(self._run(command)) as responses:
             async for response in responses:
                 yield response
 
-    async def fork(self, request: pb.ForkRequest) -> Responses:
+    async def fork(self, request: pb.ForkRequest, caller: Tenant) -> Responses:
         """Stream the branches of live or kept sequences."""
         edge = self._model.edge
-        command = await self._off_loop(lambda: convert.fork(request, edge))
+        command = await self._off_loop(lambda: caller.own(convert.fork(request, edge)))
         async with aclosing(self._run(command)) as responses:
             async for response in responses:
                 yield response
 
-    async def score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+    async def score(self, request: pb.ScoreRequest, caller: Tenant) -> pb.ScoreResponse:
         """Score all continuations, and answer once."""
         edge = self._model.edge
-        command = await self._off_loop(lambda: convert.score(request, edge))
+        command = await self._off_loop(lambda: caller.own(convert.score(request, edge)))
         entries: list[list[engine.TokenLogprobs]] = [[] for _ in command.continuations]
         cached = 0
         async with aclosing(self._front.stream(command)) as events:
@@ -82,15 +83,19 @@ class Servicer:
         token_bytes = self._model.token_bytes
         return await self._off_loop(lambda: render.score(command, entries, cached, token_bytes))
 
-    async def list_sequences(self, request: pb.ListSequencesRequest) -> pb.ListSequencesResponse:
+    async def list_sequences(
+        self, request: pb.ListSequencesRequest, caller: Tenant
+    ) -> pb.ListSequencesResponse:
         """Show the live tree of one salt."""
         salt = convert.salt(request.cache_salt)
-        infos = await self._front.call(lambda call_id: engine.ListSequences(call_id, salt))
+        infos = await self._front.call(
+            lambda call_id: caller.own(engine.ListSequences(call_id, salt))
+        )
         return render.sequences(cast(tuple[engine.SequenceInfo, ...], infos))
 
-    async def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+    async def release(self, request: pb.ReleaseRequest, caller: Tenant) -> pb.ReleaseResponse:
         """Give back sequences, all between the same two steps; raises NotFound if none is there."""
-        calls = [self._front.call(make) for make in convert.release(request)]
+        calls = [self._front.call(_owned(make, caller)) for make in convert.release(request)]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         receipts = [answer for answer in answers if isinstance(answer, engine.ReleaseReceipt)]
         for error in answers:
@@ -98,49 +103,63 @@ class Servicer:
                 raise error
         return render.receipt(receipts)
 
-    async def get_cache_stats(self, request: pb.GetCacheStatsRequest) -> pb.GetCacheStatsResponse:
-        """Show pool and counters."""
-        return render.stats(await self.stats())
+    async def get_cache_stats(
+        self, request: pb.GetCacheStatsRequest, caller: Tenant
+    ) -> pb.GetCacheStatsResponse:
+        """Show pool and counters; to a tenant its own."""
+        stats = await self._front.call(_owned(engine.GetStats, caller))
+        return render.stats(cast(engine.CacheStats, stats))
 
-    async def flush_cache(self, request: pb.FlushCacheRequest) -> pb.FlushCacheResponse:
+    async def flush_cache(
+        self, request: pb.FlushCacheRequest, caller: Tenant
+    ) -> pb.FlushCacheResponse:
         """Drop what nobody uses."""
-        freed = await self._front.call(lambda call_id: convert.flush(request, call_id))
+        freed = await self._front.call(lambda call_id: caller.own(convert.flush(request, call_id)))
         return pb.FlushCacheResponse(blocks_freed=cast(int, freed))
 
-    async def pin_prefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
+    async def pin_prefix(
+        self, request: pb.PinPrefixRequest, caller: Tenant
+    ) -> pb.PinPrefixResponse:
         """Pin what is cached of a prompt."""
         edge = self._model.edge
         make = await self._off_loop(lambda: convert.pin(request, edge))
         return pb.PinPrefixResponse(
-            pin=render.pin(cast(engine.PinInfo, await self._front.call(make)))
+            pin=render.pin(cast(engine.PinInfo, await self._front.call(_owned(make, caller))))
         )
 
-    async def unpin_prefix(self, request: pb.UnpinPrefixRequest) -> pb.UnpinPrefixResponse:
+    async def unpin_prefix(
+        self, request: pb.UnpinPrefixRequest, caller: Tenant
+    ) -> pb.UnpinPrefixResponse:
         """End a pin."""
-        pin = await self._front.call(lambda call_id: convert.unpin(request, call_id))
+        pin = await self._front.call(lambda call_id: caller.own(convert.unpin(request, call_id)))
         return pb.UnpinPrefixResponse(pin=render.pin(cast(engine.PinInfo, pin)))
 
     async def watch_cache_events(
-        self, request: pb.WatchCacheEventsRequest
+        self, request: pb.WatchCacheEventsRequest, caller: Tenant
     ) -> AsyncGenerator[pb.WatchCacheEventsResponse, None]:
-        """Stream the changes of the cache until the caller leaves."""
+        """Stream the changes of the cache until the caller leaves; for the operator only."""
+        caller.require_admin("WatchCacheEvents")
         watch = self._front.watch(lambda call_id: convert.watch(request, call_id))
         async with aclosing(watch) as batches:
             async for batch in batches:
                 for response in render.cache_events(batch):
                     yield response
 
-    async def get_model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
+    async def get_model_info(
+        self, request: pb.GetModelInfoRequest, caller: Tenant
+    ) -> pb.GetModelInfoResponse:
         """Describe the model and the limits."""
         return self._model.info
 
-    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+    async def tokenize(self, request: pb.TokenizeRequest, caller: Tenant) -> pb.TokenizeResponse:
         """Text to ids."""
         edge = self._model.edge
         ids = await self._off_loop(lambda: convert.prompt_ids(request, "prompt", edge))
         return pb.TokenizeResponse(token_ids=ids)
 
-    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+    async def detokenize(
+        self, request: pb.DetokenizeRequest, caller: Tenant
+    ) -> pb.DetokenizeResponse:
         """Ids to text."""
         edge = self._model.edge
 
@@ -152,7 +171,7 @@ class Servicer:
         return pb.DetokenizeResponse(text=await self._off_loop(decode))
 
     async def stats(self) -> engine.CacheStats:
-        """The engine's figures, for the metrics page too."""
+        """The engine's figures, all of them, for the metrics page."""
         return cast(engine.CacheStats, await self._front.call(engine.GetStats))
 
     @property
@@ -171,3 +190,8 @@ class Servicer:
     async def _off_loop(self, work: Callable[[], T]) -> T:
         """Run what may take long, tokenization above all, on another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _owned(make: Callable[[str], C], caller: Tenant) -> Callable[[str], C]:
+    """The same command, as the caller's."""
+    return lambda call_id: caller.own(make(call_id))

@@ -17,8 +17,10 @@ from prefixcache.errors import (
     Internal,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     PrefixCacheError,
     ResourceExhausted,
+    Unauthenticated,
     Unavailable,
     Unimplemented,
 )
@@ -31,6 +33,8 @@ STATUS: dict[type[PrefixCacheError], grpc.StatusCode] = {
     ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     Cancelled: grpc.StatusCode.CANCELLED,
     Internal: grpc.StatusCode.INTERNAL,
 }
@@ -57,14 +61,21 @@ def shortened(message: str) -> str:
 
 
 def details_of(error: PrefixCacheError) -> Metadata:
-    """Trailing metadata that names the wrong field, as google.rpc has it; else empty."""
-    if not isinstance(error, InvalidArgument):
+    """Trailing metadata, as google.rpc has it: the wrong field, or when to retry; else empty."""
+    status = status_pb2.Status(message=shortened(str(error)))
+    if isinstance(error, InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=shortened(error.message)
+        )
+        status.code = code_pb2.INVALID_ARGUMENT
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    elif isinstance(error, ResourceExhausted) and error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after * 1e9))
+        status.code = code_pb2.RESOURCE_EXHAUSTED
+        status.details.add().Pack(retry)
+    else:
         return ()
-    violation = error_details_pb2.BadRequest.FieldViolation(
-        field=error.field, description=shortened(error.message)
-    )
-    status = status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message=shortened(str(error)))
-    status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     return ((_DETAILS_KEY, status.SerializeToString()),)
 
 
@@ -73,9 +84,14 @@ def error_from(
 ) -> PrefixCacheError:
     """The error that a status stands for; codes outside the table give the base class."""
     if code is grpc.StatusCode.INVALID_ARGUMENT:
-        for violation in _violations(trailing):
-            return InvalidArgument(violation.field, violation.description)
+        for bad in _details(trailing, error_details_pb2.BadRequest):
+            for violation in bad.field_violations:
+                return InvalidArgument(violation.field, violation.description)
         return InvalidArgument("request", message)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        retries = _details(trailing, error_details_pb2.RetryInfo)
+        seconds = [retry.retry_delay.ToNanoseconds() / 1e9 for retry in retries]
+        return ResourceExhausted(message, seconds[0] if seconds else None)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Cancelled(f"deadline exceeded: {message}")
     return _ERRORS.get(code, PrefixCacheError)(message)
@@ -92,14 +108,13 @@ def error_from_call(error: Any) -> PrefixCacheError:
     return error_from(error.code(), message, error.trailing_metadata() or ())
 
 
-def _violations(
-    trailing: Iterable[tuple[str, str | bytes]],
-) -> list[error_details_pb2.BadRequest.FieldViolation]:
+def _details(trailing: Iterable[tuple[str, str | bytes]], kind: Any) -> list[Any]:
+    """The details of one kind."""
     found = []
     for key, value in trailing:
         if key == _DETAILS_KEY and isinstance(value, bytes):
             for detail in status_pb2.Status.FromString(value).details:
-                bad = error_details_pb2.BadRequest()
-                if detail.Unpack(bad):
-                    found.extend(bad.field_violations)
+                message = kind()
+                if detail.Unpack(message):
+                    found.append(message)
     return found

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
 from prefixcache_service.ports import listen
+from prefixcache_service.tls import TlsFiles
 
 
 class WebServer:
@@ -18,7 +21,7 @@ class WebServer:
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self, host: str, port: int) -> int:
+    async def open(self, host: str, port: int, tls: TlsFiles | None = None) -> int:
         """Listen; returns the port. Raises ConfigurationError where it cannot be had."""
         listener = listen(host, port, "--http-host", "--http-port")
         config = uvicorn.Config(
@@ -28,6 +31,7 @@ class WebServer:
             log_level="critical",
             access_log=False,
             timeout_graceful_shutdown=1,
+            **_encrypted(tls),
         )
         self._server = _Quiet(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -42,6 +46,18 @@ class WebServer:
         if not done:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=0.1)
+
+
+def _encrypted(tls: TlsFiles | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    needed = ssl.CERT_NONE if tls.client_ca is None else ssl.CERT_REQUIRED
+    return {
+        "ssl_certfile": tls.certificate,
+        "ssl_keyfile": tls.key,
+        "ssl_ca_certs": None if tls.client_ca is None else str(tls.client_ca),
+        "ssl_cert_reqs": needed,
+    }
 
 
 class _Quiet(uvicorn.Server):

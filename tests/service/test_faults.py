@@ -79,7 +79,7 @@ def test_a_caller_who_leaves_during_a_write_is_no_fault_of_the_server(monkeypatc
         def __getattr__(self, name):
             return self.answer
 
-        async def answer(self, request):
+        async def answer(self, request, caller):
             yield pb.GenerateResponse()
 
     calls = Calls(Servicer())

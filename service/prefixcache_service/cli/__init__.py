@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from prefixcache.errors import PrefixCacheError
-from prefixcache_service.cli import client, pull, serve, simulate, top
+from prefixcache_service.cli import client, pull, serve, simulate, token, top
 from prefixcache_service.cli.config import SETTINGS, flag
 
 app = typer.Typer(
@@ -41,6 +41,7 @@ app.command("tree", context_settings=SETTINGS)(client.tree)
 app.command("stats", context_settings=SETTINGS)(client.stats)
 app.command("top", context_settings=SETTINGS)(top.top)
 app.command("simulate", context_settings=SETTINGS)(simulate.simulate)
+app.command("token", context_settings=SETTINGS)(token.token)
 app.command("pull", context_settings=SETTINGS)(pull.pull)
 
 

@@ -18,6 +18,15 @@ from prefixcache_service.requests import Branch, Prompt, Sampling
 from prefixcache_service.results import Completion
 
 Server = Annotated[str, flag("Where the server is.", metavar="HOST[:PORT]")]
+Token = Annotated[
+    str, flag("Who calls, where the server knows tenants; better in $PREFIXCACHE_TOKEN.")
+]
+Ca = Annotated[
+    str, flag("Use TLS; who signs the server's certificate: a PEM file, or system.", metavar="FILE")
+]
+Certificate = Annotated[
+    str, flag("PEM file of the client's own certificate and key, for mutual TLS.", metavar="FILE")
+]
 Salt = Annotated[str, flag("Cache salt: nothing is shared across salts.")]
 AsJson = Annotated[bool, flag("Print JSON for programs.", "--json", envvar="PREFIXCACHE_JSON")]
 Keep = Annotated[float, flag("Seconds for which the result can still be forked.")]
@@ -49,6 +58,9 @@ def generate(  # noqa: PLR0917 (each is a flag)
     salt: Salt = "",
     as_json: AsJson = False,
     server: Server = DEFAULT_TARGET,
+    token: Token = "",
+    ca: Ca = "",
+    certificate: Certificate = "",
     config: ConfigFile = None,
 ) -> None:
     """Continue a prompt. Text goes to standard output, its sequence id to standard error.
@@ -68,7 +80,7 @@ def generate(  # noqa: PLR0917 (each is a flag)
         stop=stop,
         n=n,
     )
-    with Client(server, cache_salt=salt) as client:
+    with Client(server, cache_salt=salt, token=token, ca=ca, certificate=certificate) as client:
         stream = client.stream(_prompt(text, chat, system), keep_seconds=keep, **sampling)
         _show(stream, [""] * n, as_json=as_json)
 
@@ -91,6 +103,9 @@ def fork(  # noqa: PLR0917 (each is a flag)
     salt: Salt = "",
     as_json: AsJson = False,
     server: Server = DEFAULT_TARGET,
+    token: Token = "",
+    ca: Ca = "",
+    certificate: Certificate = "",
     config: ConfigFile = None,
 ) -> None:
     """Continue a sequence in several ways. Each starts at its end or at an earlier token.
@@ -111,7 +126,7 @@ def fork(  # noqa: PLR0917 (each is a flag)
         seed=seed,
         stop=stop,
     )
-    with Client(server, cache_salt=salt) as client:
+    with Client(server, cache_salt=salt, token=token, ca=ca, certificate=certificate) as client:
         stream = client.stream_fork(branches, keep_seconds=keep, **sampling)
         _show(stream, [branch.text or "" for branch in branches], as_json=as_json)
 
@@ -136,6 +151,9 @@ def beam(  # noqa: PLR0917 (each is a flag)
     salt: Salt = "",
     as_json: AsJson = False,
     server: Server = DEFAULT_TARGET,
+    token: Token = "",
+    ca: Ca = "",
+    certificate: Certificate = "",
     config: ConfigFile = None,
 ) -> None:
     """Search for the likeliest continuations. They come at the end, best first.
@@ -145,7 +163,7 @@ def beam(  # noqa: PLR0917 (each is a flag)
       prefixcache beam --chat "Name a river" --length-penalty 0.6 --keep 60
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    with Client(server, cache_salt=salt) as client:
+    with Client(server, cache_salt=salt, token=token, ca=ca, certificate=certificate) as client:
         outputs = client.beam(
             _prompt(text, chat, system),
             num_beams=num_beams,
@@ -164,14 +182,17 @@ def beam(  # noqa: PLR0917 (each is a flag)
         _print_texts(outputs, [""] * len(outputs))
 
 
-def tree(
+def tree(  # noqa: PLR0917 (each is a flag)
     salt: Salt = "",
     as_json: AsJson = False,
     server: Server = DEFAULT_TARGET,
+    token: Token = "",
+    ca: Ca = "",
+    certificate: Certificate = "",
     config: ConfigFile = None,
 ) -> None:
     """Show the sequences that wait, run or are kept. Each is below the one it was forked from."""
-    with Client(server, cache_salt=salt) as client:
+    with Client(server, cache_salt=salt, token=token, ca=ca, certificate=certificate) as client:
         sequences = client.sequences()
     if as_json:
         _print_json(sequences)
@@ -179,11 +200,16 @@ def tree(
         _console().print(_tree(sequences) if sequences else "no sequences")
 
 
-def stats(
-    as_json: AsJson = False, server: Server = DEFAULT_TARGET, config: ConfigFile = None
+def stats(  # noqa: PLR0917 (each is a flag)
+    as_json: AsJson = False,
+    server: Server = DEFAULT_TARGET,
+    token: Token = "",
+    ca: Ca = "",
+    certificate: Certificate = "",
+    config: ConfigFile = None,
 ) -> None:
     """Show the pool, what the cache has saved, why not more, and what a larger pool would save."""
-    with Client(server) as client:
+    with Client(server, token=token, ca=ca, certificate=certificate) as client:
         figures = client.stats()
     if as_json:
         _print_json(as_plain(figures))

@@ -20,6 +20,7 @@ from prefixcache_service.limits import DEFAULT_HOST, DEFAULT_HTTP_PORT, DEFAULT_
 if TYPE_CHECKING:
     from prefixcache.engine.engine import Engine
     from prefixcache_service.server import ServerConfig
+    from prefixcache_service.tls import TlsFiles
     from prefixcache_service.tracing import Tracing
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -129,6 +130,19 @@ Keepalive = Annotated[
     float,
     flag("Seconds of silence before a client is asked whether it is there.", min=1, max=7200),
 ]
+Tokens = Annotated[
+    Path | None,
+    flag("Let only tenants of this TOML file in; see `prefixcache token`.", metavar="FILE"),
+]
+TlsCert = Annotated[Path | None, flag("PEM file: certificate for both ports.", metavar="FILE")]
+TlsKey = Annotated[Path | None, flag("PEM file: its key.", metavar="FILE")]
+TlsClientCa = Annotated[
+    Path | None,
+    flag("PEM file: let only clients connect whose certificate this CA signed.", metavar="FILE"),
+]
+AllowInsecure = Annotated[
+    bool, flag("Let other machines connect without TLS, or without tokens.", "--allow-insecure")
+]
 MetricsCompat = Annotated[
     Literal["none", "vllm"], flag("Add the names of vLLM to /metrics, for its dashboards.")
 ]
@@ -182,6 +196,11 @@ def serve(  # noqa: PLR0917 (each is a flag)
     http_port: HttpPort = DEFAULT_HTTP_PORT,
     http_allowed_host: HttpNames = None,
     show_prompts: ShowPrompts = False,
+    tokens: Tokens = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    allow_insecure: AllowInsecure = False,
     grace: Grace = 10.0,
     keepalive: Keepalive = 20.0,
     metrics_compat: MetricsCompat = "none",
@@ -210,12 +229,34 @@ def serve(  # noqa: PLR0917 (each is a flag)
     log.configure(log_level)
     access = Access(show_prompts, tuple(name.lower() for name in http_allowed_host or ()))
     http_on = http_port if http else None
-    where = ServerConfig(host, port, http_host, http_on, grace, access, keepalive, metrics_compat)
+    where = ServerConfig(
+        host,
+        port,
+        http_host,
+        http_on,
+        grace,
+        access,
+        keepalive,
+        metrics_compat,
+        tokens,
+        _tls_files(tls_cert, tls_key, tls_client_ca),
+        allow_insecure,
+    )
     _exit_at_once(
         asyncio.new_event_loop().run_until_complete(
             _serve(where, EngineConfig(**engine), otlp_traces_endpoint, record)
         )
     )
+
+
+def _tls_files(cert: Path | None, key: Path | None, client_ca: Path | None) -> "TlsFiles | None":
+    from prefixcache_service.tls import TlsFiles  # noqa: PLC0415 (clients need no server)
+
+    if cert is None and key is None and client_ca is None:
+        return None
+    if cert is None or key is None:
+        raise typer.BadParameter("TLS needs both --tls-cert and --tls-key")
+    return TlsFiles(cert, key, client_ca)
 
 
 async def _serve(

@@ -17,7 +17,7 @@ from rich.live import Live
 
 from prefixcache.engine.messages import CacheStats
 from prefixcache.errors import PrefixCacheError
-from prefixcache_service.cli.client import Salt, Server
+from prefixcache_service.cli.client import Ca, Certificate, Salt, Server, Token
 from prefixcache_service.cli.config import ConfigFile, flag
 from prefixcache_service.cli.frame import Moment, frame, no_answer
 from prefixcache_service.client import Client
@@ -31,11 +31,14 @@ Interval = Annotated[float, flag("Seconds between two looks.", min=0.1, max=3600
 Once = Annotated[bool, flag("Print one picture and exit.")]
 
 
-def top(
+def top(  # noqa: PLR0917 (each is a flag)
     interval: Interval = 1.0,
     once: Once = False,
     salt: Salt = "",
     server: Server = DEFAULT_TARGET,
+    token: Token = "",
+    ca: Ca = "",
+    certificate: Certificate = "",
     config: ConfigFile = None,
 ) -> None:
     """Watch hit rate, misses, the pool and the sequences live. q quits.
@@ -48,7 +51,14 @@ def top(
     console = Console(highlight=False)
     if not console.is_terminal:
         console.size = ConsoleDimensions(*NO_TERMINAL)
-    with Client(server, cache_salt=salt, timeout=PATIENCE_SECONDS) as client:
+    with Client(
+        server,
+        cache_salt=salt,
+        timeout=PATIENCE_SECONDS,
+        token=token,
+        ca=ca,
+        certificate=certificate,
+    ) as client:
         look = _Look(client, server, console)
         if once or not console.is_terminal:
             console.print(look.now())

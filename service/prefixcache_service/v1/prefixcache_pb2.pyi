@@ -601,10 +601,12 @@ class WatchCacheEventsRequest(_message.Message):
     def __init__(self, after: _Optional[int] = ..., with_tokens: _Optional[bool] = ...) -> None: ...
 
 class WatchCacheEventsResponse(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "seed_id")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SEED_ID_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[CacheEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ...) -> None: ...
+    seed_id: str
+    def __init__(self, events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., seed_id: _Optional[str] = ...) -> None: ...
 
 class CacheEvent(_message.Message):
     __slots__ = ("number", "kind", "parent", "digests", "block_size", "token_ids")

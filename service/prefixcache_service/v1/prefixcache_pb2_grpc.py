@@ -143,7 +143,8 @@ class PrefixCacheServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCacheStats(self, request, context):
-        """Pool and counters at this moment.
+        """Pool and counters at this moment. Where the server knows tenants, those of the caller: figures
+        of the pool are 0 then, but for an operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
