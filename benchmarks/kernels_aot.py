@@ -1,15 +1,19 @@
 """What each Triton kernel takes of each GPU, compiled here without one.
 
     python -m benchmarks.kernels_aot [--json] [--quick] [--target sm_90]
+    python -m benchmarks.kernels_aot --write docs/performance.md
 
 Prints a markdown table: registers of a thread, spilled bytes (none is the rule), and shared memory
 against the target's limit. Shapes are those of a model of Llama-3.1-8B's shape (32 heads over 8).
+With --write, a table of one line a kernel goes into a page, between its two marks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import triton
 from torch import Tensor
 
 from benchmarks._report import Report
@@ -170,6 +174,7 @@ def quick_cases() -> list[Case]:
     ]
 
 
+BEGIN, END = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 COLUMNS = ("kernel", "target", "type", "D", "registers", "spilled bytes", "shared KiB", "limit KiB")
 
 
@@ -180,18 +185,60 @@ def row(case: Case, made: Compiled) -> tuple[str | int | float, ...]:
     return case.kernel, case.target.name, case.types, size, *usage
 
 
+def summary(found: Sequence[tuple[Case, Compiled]]) -> str:
+    """A line for each kernel and types, a column for each target: the most over all shapes."""
+    targets = list(dict.fromkeys(case.target for case, _ in found))
+    heads = [f"{target.name} (≤ {target.shared_kib} KiB)" for target in targets]
+    lines = [
+        f"Compiled by Triton {triton.__version__}: registers a thread, KiB of shared memory, and "
+        "bytes spilled where there are any; the most over head sizes 64 to 256.",
+        "",
+        "| kernel | types | " + " | ".join(heads) + " |",
+        "|---|---" + "|---:" * len(targets) + "|",
+    ]
+    for kernel, types in sorted({(case.kernel, case.types) for case, _ in found}):
+        cells = []
+        for target in targets:
+            all_of = [
+                made
+                for case, made in found
+                if (case.kernel, case.types, case.target) == (kernel, types, target)
+            ]
+            cells.append(_most(all_of) if all_of else "-")
+        lines.append(f"| {kernel} | {types} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _most(made: Sequence[Compiled]) -> str:
+    spills = max(one.spills for one in made)
+    text = f"{max(one.registers for one in made)} / {max(one.shared for one in made) / 1024:.1f}"
+    return text + (f", **{spills} B spilled**" if spills else "")
+
+
+def write(page: Path, table: str) -> None:
+    """Put the table between the marks of a page. Raises ValueError where they are missing."""
+    before, mark, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"{page}: has no {BEGIN} … {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+
+
 def main() -> None:
     report = Report("kernels_aot", "Registers, spills and shared memory of each Triton kernel.")
     report.parser.add_argument("--target", choices=TARGETS, action="append")
+    report.parser.add_argument("--write", type=Path, help="a page with the marks of the table")
     options = report.parse()
     targets = [TARGETS[name] for name in options.target or TARGETS]
     chosen = quick_cases() if options.quick else list(cases(targets))
     print("| " + " | ".join(COLUMNS) + " |")
     print("|---|---|---|---" + "|---:" * 4 + "|")
     spilled = spilled_float32 = over = 0
+    found: list[tuple[Case, Compiled]] = []
     for case in chosen:
         made = case.compile()
         cells = row(case, made)
+        found.append((case, made))
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
         spilled += made.spills > 0 and case.dtype != "fp32"
         spilled_float32 += made.spills > 0 and case.dtype == "fp32"
@@ -201,6 +248,8 @@ def main() -> None:
     report.add("kernels_with_spills", spilled, at_most=0)
     report.add("float32_kernels_with_spills", spilled_float32)  # for correctness, not for speed
     report.add("kernels_over_shared", over, at_most=0)
+    if options.write:
+        write(options.write, summary(found))
     report.finish()
 
 

@@ -4,7 +4,8 @@
 
 1. Kernel tests on the device (`tests/kernels/triton_cases`), several processes at once.
 2. Same bits with `batch_invariant`: alone and batched, in chunks, forked, prefilled and decoded,
-   launched and captured; then the engine's own tokens and logprobs, where its packages are there.
+   launched and captured; then the engine's own tokens and logprobs, where its packages are there:
+   graphs on and off, swapped, in fp8, and on the default model too if its file is there.
 3. Attention: percent of copy bandwidth, shared against unshared, trees, bytes against the least.
 4. Linear layers with batch invariance against the device's library.
 5. Steps of a model of Llama-3.1-8B's shape with random weights, launched and captured: host time,

@@ -87,7 +87,7 @@ def build_parts(
             activation_quantization=config.activation_quantization,
         )
     except ValueError as error:
-        raise ConfigurationError(f"attention_backend: {error}") from None
+        raise ConfigurationError(str(error)) from None
     kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
     try:
         check_dtype(kv_dtype, decoder.kernels, device)

@@ -207,7 +207,7 @@ def test_spans_are_as_long_as_the_kernels_say() -> None:
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter serves the CPU")
 def test_the_backend_says_what_it_needs() -> None:
-    with pytest.raises(ValueError, match="device: cpu: needs a GPU, or TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match="Triton's kernels need a GPU, not cpu: choose another"):
         select_kernels("triton", torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match=r"dtype: torch\.float64 is not served"):
         select_kernels("triton", torch.device("cuda"), torch.float64)

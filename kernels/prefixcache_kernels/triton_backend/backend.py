@@ -53,8 +53,11 @@ class TritonKernels:
         Raises:
             ValueError: a device or dtype that the kernels do not serve.
         """
-        served = device.type == "cuda" or interpreted()
-        require(served, "device", f"{device}: needs a GPU, or TRITON_INTERPRET=1 before the import")
+        if device.type != "cuda" and not interpreted():
+            raise ValueError(
+                f"Triton's kernels need a GPU, not {device.type}: choose another backend, or set "
+                "TRITON_INTERPRET=1 before the start to test them slowly in its interpreter"
+            )
         require(dtype in FLOATS, "dtype", f"{dtype} is not served")
         self.batch_invariant = batch_invariant
         self.span = span or (GPU_SPAN if device.type == "cuda" else SPAN)
