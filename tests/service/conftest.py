@@ -50,8 +50,8 @@ class RunningServer:
     def target(self):
         return f"127.0.0.1:{self.server.port}"
 
-    def client(self, **settings):
-        return Client(self.target, timeout=60, **settings)
+    def client(self, timeout=60, **settings):
+        return Client(self.target, timeout=timeout, **settings)
 
     def settle(self, seconds=10.0):
         """Wait until nothing runs; returns the figures then."""

@@ -164,7 +164,7 @@ def test_a_position_behind_the_parents_end_is_named(client, kept):
 def test_release_ends_a_running_sequence_and_its_descendants(client):
     stream = client.stream(PROMPT, max_tokens=450, **GREEDY)
     parent = stream.sequence_id
-    fork = client.stream_fork([Branch(parent)], max_tokens=440, **GREEDY)
+    fork = client.stream_fork([Branch(parent)], **GREEDY)
     assert fork.sequence_id in {
         info.sequence_id for info in client.sequences() if info.parent_id == parent
     }
@@ -192,8 +192,7 @@ def test_a_waiting_request_can_be_released(server, client, n):
     """RC-06: its call ends with `abort`, though it was never admitted."""
     blocker = client.stream(PROMPT, n=16, max_tokens=80, seed=1, ignore_eos=True)
     assert blocker.sequence_id
-    with server.client() as patient:
-        patient._timeout = 3
+    with server.client(timeout=3) as patient:
         waiting = patient.stream([1, 2, 3], n=n, max_tokens=5, request_id="waits")
         found = []
         while not found:

@@ -171,8 +171,7 @@ def test_a_deadline_ends_a_call_in_every_phase(server, client, phase):
                   for i in range(4)]  # fmt: skip
         assert all(other.sequence_id for other in others)
     prompt = list(range(5, 300)) + list(range(5, 200)) if phase == "prefill" else PROMPT
-    with slow_steps(server, 0.06), server.client() as hurried:
-        hurried._timeout = 0.2
+    with slow_steps(server, 0.06), server.client(timeout=0.2) as hurried:
         began = time.monotonic()
         with pytest.raises(Cancelled, match="deadline"):
             hurried.generate(prompt, max_tokens=22, request_id="late", **GREEDY)
