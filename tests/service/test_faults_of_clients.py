@@ -178,7 +178,7 @@ def test_a_quiet_call_is_not_taken_for_a_dead_one(slow):
 @pytest.mark.parametrize("phase", ["queue", "prefill", "decode", "search", "fork"])
 def test_a_deadline_ends_the_work_in_every_phase(slow, phase):
     """GR-14: the caller is told on time, and within a step or two the work has ended."""
-    with slow.client() as patient, slow.client(timeout=0.3) as hurried:
+    with slow.client() as patient, slow.client(timeout=0.1) as hurried:
         kept = patient.generate(PROMPT, max_tokens=2, keep_seconds=60)
         before = slow.settle()
         if phase == "queue":
