@@ -195,11 +195,12 @@ def test_a_deadline_ends_a_call_in_every_phase(server, client, phase):
 # ---------------------------------------------------------------- names
 
 
-def test_a_name_in_use_is_refused_to_generate_and_to_fork(client):
+def test_a_name_in_use_is_refused_to_generate_and_to_fork(server, client):
     """RC-08: a second Generate and then a Fork of the same name; the first is not disturbed."""
     alone = client.generate(PROMPT, max_tokens=200, **GREEDY)
     parent = client.generate(PROMPT, max_tokens=1, keep_seconds=60, **GREEDY)
-    with client.stream(PROMPT, max_tokens=200, request_id="mine", **GREEDY) as stream:
+    mine = {"max_tokens": 200, "request_id": "mine", **GREEDY}
+    with slow_steps(server, 0.005), client.stream(PROMPT, **mine) as stream:
         assert stream.sequence_id
         with pytest.raises(AlreadyExists):
             client.generate([1, 2, 3], max_tokens=1, request_id="mine")
