@@ -1,7 +1,5 @@
 """What is refused for its size, what a caller who has gone leaves behind, and what others see."""
 
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -76,48 +74,6 @@ def test_the_longest_score_fits_into_a_message():
 
 
 # ---------------------------------------------------------------- callers who go
-
-
-CLIENTS = """
-import sys, threading
-from prefixcache_service import Branch, Client
-
-client = Client(sys.argv[1])
-long = {"max_tokens": 450, "ignore_eos": True}
-
-def read(calls):
-    for delta in calls:
-        print("streams", flush=True)
-
-work = [
-    lambda: read(client.stream("a", **long)),
-    lambda: read(client.stream("b", n=4, **long)),
-    lambda: client.generate("c", **long),
-    lambda: client.generate("d", n=4, **long),
-    lambda: client.beam("e", num_beams=4, **long),
-    lambda: read(client.stream_fork([Branch(sys.argv[2])] * 2, **long)),
-]
-threads = [threading.Thread(target=task) for task in work]
-for thread in threads:
-    thread.start()
-"""
-
-
-def test_a_client_that_is_killed_leaves_nothing_behind(server, client):
-    """GR-04: kill -9 with six calls open: streams and replies, n = 1 and 4, a search, a fork."""
-    parent = client.generate(PROMPT, max_tokens=2, keep_seconds=60, **GREEDY)
-    before = server.settle()
-    with slow_steps(server, 0.01):
-        command = [sys.executable, "-c", CLIENTS, server.target, parent.sequence_id]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
-            assert killed.stdout.readline() == "streams\n"
-            wait_until(lambda: client.stats().sequences_running == 16)
-            killed.kill()
-        after = server.settle(5)
-    assert after.blocks_in_use == before.blocks_in_use
-    assert after.requests_aborted - before.requests_aborted == 6
-    assert after.requests_finished == before.requests_finished
-    client.release(parent.sequence_id)
 
 
 @contextmanager
