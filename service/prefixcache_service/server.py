@@ -138,9 +138,13 @@ class Server:
         await self._set_health(serving=False)
         names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
-        self.port = self._take_port(self._config.host, self._config.port)
         if where.http_port is not None:
             self.http_port = await self._web.open(where.http_host, where.http_port, where.tls)
+        try:  # second, since a gRPC server that has not started cannot give its port back
+            self.port = self._take_port(self._config.host, self._config.port)
+        except ConfigurationError:
+            await self._web.close()
+            raise
         await self._grpc.start()
 
     def _check_exposure(self) -> None:

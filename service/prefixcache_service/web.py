@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import Iterator
 from typing import Any
@@ -20,10 +21,11 @@ class WebServer:
         self._app = app
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None
 
     async def open(self, host: str, port: int, tls: TlsFiles | None = None) -> int:
         """Listen; returns the port. Raises ConfigurationError where it cannot be had."""
-        listener = listen(host, port, "--http-host", "--http-port")
+        self._listener = listener = listen(host, port, "--http-host", "--http-port")
         config = uvicorn.Config(
             self._app,
             lifespan="off",
@@ -46,6 +48,8 @@ class WebServer:
         if not done:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=0.1)
+        if self._listener is not None:
+            self._listener.close()  # uvicorn forgets it where it is told to stop while it starts
 
 
 def _encrypted(tls: TlsFiles | None) -> dict[str, Any]:

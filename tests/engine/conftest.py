@@ -12,6 +12,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from prefixcache import Engine, EngineConfig
 from prefixcache.engine.messages import FlushCache, Release
+from tests.leaks import check_nothing_is_lost
 from tests.model.checkpoints import default_model_path, write_checkpoint
 
 MakeEngine = Callable[..., Engine]
@@ -74,14 +75,22 @@ def smollm2_reference() -> transformers.LlamaForCausalLM:
     return model.float().eval()
 
 
-@pytest.fixture
-def engines() -> list[Engine]:
-    """Every engine that the test has made."""
-    return []
+@pytest.fixture(autouse=True)
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Every engine that the test makes, in whatever way."""
+    made: list[Engine] = []
+    make = Engine.__init__
+
+    def noted(self: Engine, *arguments: Any, **settings: Any) -> None:
+        make(self, *arguments, **settings)
+        made.append(self)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    return made
 
 
 @pytest.fixture
-def make_engine(checkpoint_of: Callable[..., Path], engines: list[Engine]) -> Iterator[MakeEngine]:
+def make_engine(checkpoint_of: Callable[..., Path]) -> Iterator[MakeEngine]:
     """A fresh engine on a tiny model (blocks of 4 tokens unless said), by EngineConfig's fields.
 
     One thread: for operations this small a team of threads only waits for one another.
@@ -97,8 +106,7 @@ def make_engine(checkpoint_of: Callable[..., Path], engines: list[Engine]) -> It
             "seed": 1,
         }
         directory = checkpoint_of(family, **(model or {}))
-        engines.append(Engine(EngineConfig(model=str(directory), **{**settings, **fields})))
-        return engines[-1]
+        return Engine(EngineConfig(model=str(directory), **{**settings, **fields}))
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -107,15 +115,10 @@ def make_engine(checkpoint_of: Callable[..., Path], engines: list[Engine]) -> It
 
 
 @pytest.fixture(autouse=True)
-def no_block_is_lost(request: pytest.FixtureRequest, engines: list[Engine]) -> Iterator[None]:
-    """After each test every engine's books balance, and nothing is in use."""
+def nothing_is_lost(request: pytest.FixtureRequest, engines: list[Engine]) -> Iterator[None]:
+    """After each test every engine is idle; no block, sequence, lease or pin has lost its owner."""
     shared = "smollm2" in request.fixturenames
     smollm2 = [request.getfixturevalue("smollm2_engine")] if shared else []
     yield
     for engine in [*engines, *smollm2]:
-        engine.check_integrity()
-        assert not engine.has_work
-        assert not engine.manager.tables
-        assert not engine.manager.pins
-        assert len(engine.manager.in_flight) == 0
-        assert engine.manager.num_in_use == 0
+        check_nothing_is_lost(engine)

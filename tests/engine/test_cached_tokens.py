@@ -251,12 +251,6 @@ def test_hm_01_a_waiting_request_is_counted_once(make_engine: MakeEngine) -> Non
     now = engine.metrics.counters
     assert now.prompt_tokens - before.prompt_tokens == 9
     assert now.cached_tokens - before.cached_tokens == 8
-    unpin_all(engine)
-
-
-def unpin_all(engine: Engine) -> None:
-    for pin in list(engine.manager.pins):
-        engine.manager.unpin(pin)
 
 
 def test_hm_04_samples_count_their_prompt_once_and_not_as_cached(make_engine: MakeEngine) -> None:

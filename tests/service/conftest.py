@@ -13,6 +13,7 @@ from prefixcache_service import Client
 from prefixcache_service.limits import CLIENT_OPTIONS
 from prefixcache_service.server import Server, ServerConfig
 from prefixcache_service.v1.prefixcache_pb2_grpc import PrefixCacheStub
+from tests.leaks import check_idle
 from tests.model.checkpoints import write_checkpoint
 
 MAX_MODEL_LEN = 512
@@ -65,17 +66,31 @@ class RunningServer:
                 time.sleep(0.01)
 
     def check(self):
-        """What must be true after each test: nothing runs, and the engine's books balance."""
+        """What must be true after each test: nothing runs, and all that is held has an owner."""
         stats = self.settle()
         assert stats.blocks_free + stats.blocks_evictable + stats.blocks_in_use == (
             stats.blocks_total
         )
-        self.engine.check_integrity()
+        check_idle(self.engine)
 
     def close(self):
         self.call(self.server.drain())
+        self.end()
+
+    def end(self):
+        """End the loop of a server that has been drained."""
+        self.call(self.loop.shutdown_default_executor())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5)
+        self.loop.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def grpc_poller():
+    """gRPC's thread for asyncio, which else comes and goes with the servers of single tests."""
+    grpc.aio.init_grpc_aio()
+    yield
+    grpc.aio.shutdown_grpc_aio()
 
 
 @pytest.fixture(scope="session")

@@ -364,7 +364,7 @@ def test_a_scrape_and_the_page_are_answered_while_loading_and_draining(tiny_conf
             stream.result()
             drain.result(10)
     assert codes == {"/": 200, "/metrics": 200, "/healthz": 503, "/api/snapshot": 200}
-    running.loop.call_soon_threadsafe(running.loop.stop)
+    running.end()
 
 
 def test_a_taken_port_says_which_flag_to_change_and_to_what():

@@ -51,6 +51,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
             for server in (interpreted, _serving(model, "torch"))
         ]
         triton, torch = (server.result() for server in starting)
+        for client in (triton, torch):
+            client.model_info()  # opens the connection, which lives as long as the servers
         yield SimpleNamespace(triton=triton, torch=torch)
 
 
