@@ -11,6 +11,18 @@ import typer
 
 SETTINGS: dict[str, Any] = {"auto_envvar_prefix": "PREFIXCACHE", "show_default": True}
 
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes: 2147483648, 512M or 2GiB."""
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    unit = number[-1:] if number[-1:] in _UNITS else ""
+    try:
+        return int(float(number.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is no number of bytes, such as 2GiB") from None
+
 
 def _read(context: typer.Context, path: Path | None) -> Path | None:
     """Take defaults of this command's flags from a TOML file; names as on the command line."""

@@ -13,7 +13,7 @@ import typer
 
 from prefixcache.config import DEFAULT_MODEL, EngineConfig
 from prefixcache.errors import ConfigurationError, PrefixCacheError
-from prefixcache_service.cli.config import ConfigFile, flag
+from prefixcache_service.cli.config import ConfigFile, flag, parse_bytes
 from prefixcache_service.cli.progress import progress
 from prefixcache_service.limits import DEFAULT_HOST, DEFAULT_HTTP_PORT, DEFAULT_PORT
 
@@ -22,19 +22,6 @@ if TYPE_CHECKING:
     from prefixcache_service.server import ServerConfig
     from prefixcache_service.tls import TlsFiles
     from prefixcache_service.tracing import Tracing
-
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-def _bytes(text: str) -> int:
-    """A number of bytes: 2147483648, 512M or 2GiB."""
-    number = text.strip().lower().removesuffix("b").removesuffix("i")
-    unit = number[-1:] if number[-1:] in _UNITS else ""
-    try:
-        return int(float(number.removesuffix(unit)) * _UNITS[unit])
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is no number of bytes, such as 2GiB") from None
-
 
 def _length(text: str) -> int | str:
     if text == "auto":
@@ -88,7 +75,7 @@ KvBytes = Annotated[
     Any,
     flag(
         "Memory of the pool on the CPU, such as 2GiB; a quarter of what is free by default.",
-        parser=_bytes,
+        parser=parse_bytes,
         metavar="BYTES",
     ),
 ]

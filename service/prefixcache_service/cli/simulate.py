@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from prefixcache.errors import ConfigurationError
-from prefixcache_service.cli.config import ConfigFile, flag
+from prefixcache_service.cli.config import ConfigFile, flag, parse_bytes
 from prefixcache_service.cli.progress import progress
-from prefixcache_service.cli.serve import _bytes as parse_bytes
 
 if TYPE_CHECKING:
     from prefixcache.model.config import ModelConfig
