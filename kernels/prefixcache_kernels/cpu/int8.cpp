@@ -186,18 +186,19 @@ void run(const Product& p, const int8::Rows& x) {
 Group quantise_group(const float* x, int8_t* q) {
   I most = simd::set1_i(0);
   for (int i = 0; i < kGroup; i += kLanes) most = simd::max_i(most, simd::bits(simd::absolute(simd::load(x + i))));
-  int32_t lanes[kLanes];
-  simd::store_i(lanes, most);
-  const int32_t greatest = *std::max_element(lanes, lanes + kLanes);
+  const int32_t greatest = simd::lane_max_i(most);
   float maximum;
   std::memcpy(&maximum, &greatest, sizeof maximum);
   const float scale = maximum / 127.0f;
   const F divisor = simd::set1(scale > 0.0f ? scale : 1.0f), low = simd::set1(-127.0f), high = simd::set1(127.0f);
-  for (int i = 0; i < kGroup; i += kLanes)
-    simd::store_i8(q + i, simd::max(simd::min(simd::div(simd::load(x + i), divisor), high), low));
-  int32_t sum = 0;
-  for (int i = 0; i < kGroup; i++) sum += q[i];
-  return {scale, scale * (float)sum, sum};
+  F total = simd::zero();  // of whole numbers, so exact in any order
+  for (int i = 0; i < kGroup; i += kLanes) {
+    const F whole = simd::round(simd::max(simd::min(simd::div(simd::load(x + i), divisor), high), low));
+    simd::store_i8(q + i, whole);
+    total = simd::add(total, whole);
+  }
+  const float sum = simd::lane_sum(total);
+  return {scale, scale * sum, (int32_t)sum};
 }
 
 template <class Format>

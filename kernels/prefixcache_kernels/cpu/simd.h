@@ -262,6 +262,18 @@ inline float lane_max(F x) {
 #endif
 }
 
+inline int32_t lane_max_i(I x) {
+#if PREFIXCACHE_LANES == 16
+  return _mm512_reduce_max_epi32(x);
+#else
+  int32_t lanes[kLanes];
+  store_i(lanes, x);
+  int32_t most = lanes[0];
+  for (int i = 1; i < kLanes; i++) most = lanes[i] > most ? lanes[i] : most;
+  return most;
+#endif
+}
+
 inline float lane_sum(F x) {
 #if PREFIXCACHE_LANES == 16
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
