@@ -7,6 +7,7 @@ PrefixCacheError
 ├── NotFound             no such sequence, pin or request (also: expired, or another tenant's)
 ├── AlreadyExists        the request id is in use
 ├── FailedPrecondition   right in itself, but not in this state
+├── OutOfRange           behind the end, or before what is still there; only gateways meet it
 ├── ResourceExhausted    can never fit, or not now; carries the arithmetic and when to retry
 ├── Unavailable          draining, or the engine is down
 ├── Unimplemented        a documented part of the contract that this build lacks
@@ -52,6 +53,10 @@ class AlreadyExists(PrefixCacheError):
 
 class FailedPrecondition(PrefixCacheError):
     """The request is right in itself but not in the present state."""
+
+
+class OutOfRange(PrefixCacheError):
+    """What is asked for is gone, or still to come: begin anew. Only gateways meet it."""
 
 
 class ResourceExhausted(PrefixCacheError):

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 class CacheObserver:
     """Watches the trie from `BlockManager.observers`. Subclasses override what they want."""
 
-    def stored(self, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
-        """Computed blocks entered the trie behind the block (or namespace) `parent`.
+    def stored(
+        self, parent: bytes, digests: Sequence[bytes], tokens: bytes, namespace: bytes
+    ) -> None:
+        """Computed blocks entered the trie behind the block `parent`.
 
         tokens: little-endian uint32, block_size of them for each digest.
+        namespace: the digest of its root, which is the parent of first blocks.
         """
 
     def idled(self, digests: bytes) -> None:

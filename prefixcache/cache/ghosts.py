@@ -51,9 +51,11 @@ class BlockHistory(CacheObserver):
 
     # ------------------------------------------------------------ what the cache tells
 
-    def stored(self, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
+    def stored(
+        self, parent: bytes, digests: Sequence[bytes], tokens: bytes, namespace: bytes
+    ) -> None:
         """Blocks came in: they are no ghosts any more."""
-        content, namespace = self._content_of(parent)
+        content, _ = self._content_of(parent)
         now = self._clock()
         for digest, data in zip(digests, self._cut(tokens), strict=True):
             content = self._chain(content, data)

@@ -233,12 +233,12 @@ class BlockManager:
                 digests.append(digest)
                 stored += data
             elif digests:
-                self._notify_stored(parent, digests, stored)
+                self._notify_stored(table, parent, digests, stored)
                 digests, stored = [], bytearray()
             if not digests:
                 parent = digest
         if digests:
-            self._notify_stored(parent, digests, stored)
+            self._notify_stored(table, parent, digests, stored)
 
     def _publish_block(self, table: BlockTable, digest: bytes, data: bytes) -> bool | None:
         """True: the own block entered. False: an equal one was adopted. None: digests collide."""
@@ -435,9 +435,11 @@ class BlockManager:
                 observer.evicted(digest, idle_since)
             self._notify_removed([digest])
 
-    def _notify_stored(self, parent: bytes, digests: list[bytes], tokens: bytearray) -> None:
+    def _notify_stored(
+        self, table: BlockTable, parent: bytes, digests: list[bytes], tokens: bytearray
+    ) -> None:
         for observer in self.observers:
-            observer.stored(parent, digests, bytes(tokens))
+            observer.stored(parent, digests, bytes(tokens), table.root.last_digest)
 
     def _notify_removed(self, digests: list[bytes]) -> None:
         for observer in self.observers:

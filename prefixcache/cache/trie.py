@@ -15,7 +15,7 @@ O(1) unless a whole branch falls idle, and no block is counted twice.
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -399,9 +399,10 @@ class PrefixTrie:
                 for _ in range(len(node.blocks)):
                     yield self.pop(node)
 
-    def walk(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+    def walk(self, roots: Iterable[Node] | None = None) -> Iterator[Node]:
+        """Every node below these roots, by default all, parents first."""
+        tops = self._roots.values() if roots is None else roots
+        stack = [child for root in tops for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node

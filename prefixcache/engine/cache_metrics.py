@@ -44,9 +44,9 @@ class CacheMetrics(CacheObserver):
 
     # ------------------------------------------------------------ blocks
 
-    def stored(self, parent: bytes, digests: Seq[bytes], tokens: bytes) -> None:
+    def stored(self, parent: bytes, digests: Seq[bytes], tokens: bytes, namespace: bytes) -> None:
         """Blocks came in."""
-        self._history.stored(parent, digests, tokens)
+        self._history.stored(parent, digests, tokens, namespace)
 
     def idled(self, digests: bytes) -> None:
         """Blocks fell idle: the order of eviction goes by that."""

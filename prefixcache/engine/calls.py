@@ -13,6 +13,7 @@ from prefixcache.cache.table import Holding
 from prefixcache.cache.trie import Node
 from prefixcache.engine.inspect import MAX_LISTED, Held
 from prefixcache.engine.messages import (
+    CacheEvent,
     CacheStats,
     Event,
     FlushCache,
@@ -92,7 +93,7 @@ def _value(engine: "Engine", call: Call) -> object:
         case UnpinPrefix():
             return engine.registry.pin_info(engine.registry.unpin(call.pin_id, _owner(call)))
         case SubscribeEvents():
-            return engine.event_log.subscribe(call)
+            return _subscribe(engine, call)
         case InspectCache():
             return _cache_view(engine, call)
         case InspectNode():
@@ -107,6 +108,16 @@ def _value(engine: "Engine", call: Call) -> object:
 
 def _owner(call: Release | ListSequences | UnpinPrefix) -> Owner | None:
     return None if call.cache_salt is None else Owner(call.tenant, call.cache_salt)
+
+
+def _subscribe(engine: "Engine", call: SubscribeEvents) -> int | tuple[CacheEvent, ...]:
+    trie, log = engine.manager.trie, engine.event_log
+    roots, namespace = trie.roots(), None
+    if call.cache_salt is not None:
+        key = engine.requests.namespace(Owner(call.tenant, call.cache_salt))
+        roots, namespace = [root for root in roots if root.tokens == key], trie.digest(key)
+    after = log.subscribe(call, namespace)
+    return log.snapshot(trie.walk(roots), call.with_tokens) if call.snapshot else after
 
 
 def _flush(engine: "Engine", call: FlushCache) -> int:

@@ -201,12 +201,19 @@ class SubscribeEvents:
     """Answered by Reply with the number of the last event that will not come; batches follow.
 
     after: last sequence number that the subscriber has; None starts at the present.
+    snapshot: start at the present and answer with what is cached now: a tuple of CacheEvent, all of
+        the last number, which clear everything and store it anew, parents first.
+    cache_salt: the one namespace to tell of, with tenant: what others store comes as an event that
+        stores nothing. None tells of all.
     Answered with FailedPrecondition where the backlog no longer reaches back so far.
     """
 
     call_id: str
     after: int | None = None
     with_tokens: bool = False
+    snapshot: bool = False
+    cache_salt: str | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +388,7 @@ class CacheEvent:
     """One change of the trie, numbered without gaps from 1.
 
     kind: "stored" (blocks entered the trie behind `parent`), "removed" or "cleared" (all went).
+    parent: the digest of the block before; empty at the start of a prompt.
     digests: one a block, in order; 16 bytes each.
     token_ids: of the stored blocks, where the subscriber asked for them.
     seed_id: names the seed of the digests: those of two servers can be compared where it is equal.

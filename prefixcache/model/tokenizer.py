@@ -5,6 +5,7 @@ Face directory; `gguf_tokenizer.py` builds the same from GGUF metadata. Never to
 methods may be called from several threads.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
+        self._settings = settings
         self._add_named(settings.special_tokens)
         added = backend.get_added_tokens_decoder()
         self.vocab_size: int = vocab_size or 1 + max(backend.get_vocab().values(), default=-1)
@@ -155,6 +157,31 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can be used."""
         return bool(self._templates)
+
+    def files(self) -> dict[str, str]:
+        """What `tokenizer_from_path` and other readers of such files make this tokenizer from.
+
+        Raises FailedPrecondition where the backend has parts that cannot be written.
+        """
+        settings = self._settings
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **settings.special_tokens,
+            "add_bos_token": settings.add_bos,
+            "add_eos_token": settings.add_eos,
+            "chat_template": settings.chat_templates.get("default"),
+        }
+        try:
+            tokenizer = self._backend.to_str()
+        except Exception as error:  # the library raises bare Exception
+            raise FailedPrecondition(
+                f"the tokenizer cannot be written as tokenizer.json: {error}"
+            ) from None
+        return {
+            "tokenizer.json": tokenizer,
+            "tokenizer_config.json": json.dumps({k: v for k, v in config.items() if v is not None}),
+            "generation_config.json": json.dumps({"eos_token_id": list(self.eos_token_ids)}),
+        }
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)

@@ -452,7 +452,9 @@ class Log(CacheObserver):
         self.lines: list[tuple[str, int]] = []
         self.known: set[bytes] = set()
 
-    def stored(self, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
+    def stored(
+        self, parent: bytes, digests: Sequence[bytes], tokens: bytes, namespace: bytes
+    ) -> None:
         assert len(tokens) == len(digests) * BLOCK * 4
         assert parent not in digests
         self.known |= set(digests)

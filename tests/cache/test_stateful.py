@@ -59,13 +59,16 @@ class StoredPrefixes(CacheObserver):
         self.roots: dict[bytes, bytes] = {}
         self.namespace: dict[bytes, bytes] = {}
 
-    def stored(self, parent: bytes, digests: Sequence[bytes], tokens: bytes) -> None:
+    def stored(
+        self, parent: bytes, digests: Sequence[bytes], tokens: bytes, namespace: bytes
+    ) -> None:
         ids = tuple(np.frombuffer(tokens, np.uint32).tolist())
         for index, digest in enumerate(digests):
             before = self.prefixes.get(parent, ())
             assert digest not in self.prefixes
             self.prefixes[digest] = before + ids[index * BLOCK : (index + 1) * BLOCK]
-            self.namespace[digest] = self.roots.get(parent) or self.namespace[parent]
+            self.namespace[digest] = self.roots[namespace]
+            assert parent == namespace or self.namespace[parent] == self.roots[namespace]
             parent = digest
 
     def removed(self, digests: Sequence[bytes]) -> None:

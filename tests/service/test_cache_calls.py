@@ -80,6 +80,7 @@ def test_events_come_as_they_happen_and_can_be_resumed(client):
     for event in stored:
         assert len(event.token_ids) == len(event.digests) * event.block_size
         assert all(len(digest) == 16 for digest in event.digests)
+        assert event.parent == b""  # it is the beginning of a prompt, whole
     resumed = client.watch_events(after=numbers[0] - 1)
     again = [next(resumed) for _ in numbers]
     resumed.close()
