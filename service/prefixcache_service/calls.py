@@ -1,7 +1,7 @@
 """What every call goes through: the gate, who calls, strict parsing, statuses, one log line.
 
 Owns which calls are open, and whether new ones may come in. Knows nothing of what a call means:
-that is the servicer's, whose methods take a message and return, or yield, messages.
+that is the servicers', whose methods take a message and return, or yield, messages.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import grpc
 from google.protobuf import message_factory
-from google.protobuf.descriptor import Descriptor, MethodDescriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
 from prefixcache.errors import (
@@ -32,7 +32,6 @@ from prefixcache_service.tenants import EVERYBODY, Tenant, Tenants
 from prefixcache_service.v1 import prefixcache_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["PrefixCache"]
-NAMED = (pb.GenerateRequest, pb.ForkRequest, pb.ScoreRequest)
 MAX_LOGGED_CHARS = 128
 
 
@@ -55,13 +54,12 @@ class Context(Protocol):
 
 
 class Calls:
-    """All calls of the service. They are refused until `open`, and again after `close`.
+    """All calls of all services. They are refused until `open`, and again after `close`.
 
     tenants: who may call; None lets everybody in.
     """
 
-    def __init__(self, servicer: object, tenants: Tenants | None = None) -> None:
-        self._servicer = servicer
+    def __init__(self, tenants: Tenants | None = None) -> None:
         self._tenants = tenants
         self._open_calls: Counter[str] = Counter()
         self._refusal: str | None = "the model is still loading; see grpc.health.v1"
@@ -85,19 +83,26 @@ class Calls:
             return False
         return True
 
-    def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """What a server registers: every method of the proto, from its descriptor."""
+    def handler(
+        self, service: ServiceDescriptor, servicer: object
+    ) -> "grpc.GenericRpcHandler[Any, Any]":
+        """What a server registers: every method of a service, from its descriptor."""
         return grpc.method_handlers_generic_handler(
-            SERVICE.full_name, {method.name: self._method(method) for method in SERVICE.methods}
+            service.full_name,
+            {method.name: self._method(method, servicer) for method in service.methods},
         )
 
-    def _method(self, method: MethodDescriptor) -> "grpc.RpcMethodHandler[Any, Any]":
-        behaviour = getattr(self._servicer, _snake(method.name))
+    def _method(
+        self, method: MethodDescriptor, servicer: object
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
+        behaviour = getattr(servicer, _snake(method.name))
         kind, response_kind = _class_of(method.input_type), _class_of(method.output_type)
         streaming = method.server_streaming
+        of = method.containing_service
+        name = method.name if of.full_name == SERVICE.full_name else f"{of.name}.{method.name}"
 
         async def handle(data: bytes, context: Context) -> Message | None:
-            call = _Call(method.name)
+            call = _Call(name)
             with self._counted():
                 try:
                     caller = self._caller(context, call)
@@ -166,8 +171,9 @@ class Calls:
 
     def _admit(self, kind: type[Message], data: bytes, call: "_Call") -> Message:
         request = strict.parse(kind, data)
-        if isinstance(request, NAMED):
-            request.request_id = call.request_id = request.request_id or uuid.uuid4().hex
+        if "request_id" in request.DESCRIPTOR.fields_by_name:
+            named: Any = request
+            named.request_id = call.request_id = named.request_id or uuid.uuid4().hex
         return request
 
 

@@ -51,6 +51,9 @@ class Tokenizer(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for."""
 
+    def files(self) -> Mapping[str, str]:
+        """The files that it is made from elsewhere; FailedPrecondition where it cannot be."""
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Render a conversation up to the assistant's turn; FailedPrecondition without template."""
 
@@ -81,13 +84,11 @@ def generate(request: pb.GenerateRequest, edge: Edge) -> engine.Generate:
     if request.WhichOneof("decoding") == "beam_search":
         params = beam_search_params(request.beam_search, "beam_search", edge)
         _require_length(len(token_ids), params, "beam_search", edge)
-        at_once, what = params.num_beams, "beams"
+        if params.num_beams > edge.max_num_seqs:
+            raise ResourceExhausted(_too_many_at_once(params.num_beams, "beams", edge))
     else:
         params = sampling_params(request.sampling, "sampling", edge)
-        _require_length(len(token_ids), params, "sampling", edge)
-        at_once, what = params.n, "samples"
-    if at_once > edge.max_num_seqs:
-        raise ResourceExhausted(_too_many_at_once(at_once, what, edge))
+        check_size(len(token_ids), params, "sampling", edge)
     return engine.Generate(
         request_id=request_id(request.request_id, request.cache_salt),
         prompt_token_ids=token_ids,
@@ -238,12 +239,12 @@ def prompt_ids(request: PromptMessage, oneof: str, edge: Edge) -> engine.TokenId
         special = not isinstance(request, pb.TokenizeRequest) or (
             not request.HasField("add_special_tokens") or request.add_special_tokens
         )
-        ids = _encode(request.text, "text", edge, special=special)
+        ids = encode(request.text, "text", edge, special=special)
     elif kind == "chat":
-        ids = _encode(_chat_text(request.chat, edge), "chat", edge, special=False)
+        ids = encode(_chat_text(request.chat, edge), "chat", edge, special=False)
     else:
         assert not isinstance(request, pb.TokenizeRequest)
-        ids = _checked_ids(request.token_ids.ids, "token_ids", edge)
+        ids = checked_ids(request.token_ids.ids, "token_ids", edge)
     if len(ids) > edge.max_model_len:
         raise InvalidArgument(
             kind, f"has {len(ids)} tokens; the longest sequence is {edge.max_model_len}"
@@ -251,11 +252,18 @@ def prompt_ids(request: PromptMessage, oneof: str, edge: Edge) -> engine.TokenId
     return ids
 
 
+def check_size(num_prompt: int, params: SamplingParams, where: str, edge: Edge) -> None:
+    """Refuse what exceeds the longest sequence, or the most that run at once."""
+    _require_length(num_prompt, params, where, edge)
+    if params.n > edge.max_num_seqs:
+        raise ResourceExhausted(_too_many_at_once(params.n, "samples", edge))
+
+
 def detokenize_ids(request: pb.DetokenizeRequest, edge: Edge) -> engine.TokenIds:
     """The ids of a DetokenizeRequest; none are fine."""
     if not request.token_ids:
         return ()
-    return _checked_ids(request.token_ids, "token_ids", edge)
+    return checked_ids(request.token_ids, "token_ids", edge)
 
 
 def sampling_params(message: pb.SamplingParams, where: str, edge: Edge) -> SamplingParams:
@@ -317,11 +325,12 @@ def _continuation(
     message: pb.ForkBranch | pb.Continuation, where: str, edge: Edge
 ) -> engine.TokenIds:
     if message.WhichOneof("continuation") == "text":
-        return _encode(message.text, f"{where}text", edge, special=False)
-    return _checked_ids(message.token_ids.ids, f"{where}token_ids", edge)
+        return encode(message.text, f"{where}text", edge, special=False)
+    return checked_ids(message.token_ids.ids, f"{where}token_ids", edge)
 
 
-def _encode(text: str, where: str, edge: Edge, *, special: bool) -> engine.TokenIds:
+def encode(text: str, where: str, edge: Edge, *, special: bool) -> engine.TokenIds:
+    """Token ids of a text, at least one; raises InvalidArgument naming `where`."""
     if not text:
         raise InvalidArgument(where, "must not be empty")
     limit = edge.max_model_len * edge.longest_token
@@ -336,7 +345,8 @@ def _encode(text: str, where: str, edge: Edge, *, special: bool) -> engine.Token
     return ids
 
 
-def _checked_ids(ids: Sequence[int], where: str, edge: Edge) -> engine.TokenIds:
+def checked_ids(ids: Sequence[int], where: str, edge: Edge) -> engine.TokenIds:
+    """Ids of the vocabulary, at least one and no more than a sequence may hold."""
     if not ids:
         raise InvalidArgument(where, "must not be empty")
     if len(ids) > edge.max_model_len:

@@ -49,7 +49,8 @@ class AsyncFront:
         self._loop = asyncio.get_running_loop()
         self._engine: Submits | None = None
         self._numbers = itertools.count(1)
-        self._names: set[str] = set()
+        self._names: dict[str, str] = {}
+        """Of live requests, to the engine's ids."""
         self._mailboxes: dict[str, Mailbox] = {}
         self._calls: dict[str, asyncio.Future[object]] = {}
         self._watchers: dict[str, CacheEventBox] = {}
@@ -73,17 +74,27 @@ class AsyncFront:
         numbered = replace(request, request_id=f"{name}/{next(self._numbers)}")
         mailbox = Mailbox(num_indexes(request))
         self._submit(numbered)
-        self._names.add(name)
+        self._names[name] = numbered.request_id
         self._mailboxes[numbered.request_id] = mailbox
         try:
             while not mailbox.ended:
                 for event in await mailbox.take():
                     yield event
         finally:
-            self._names.remove(name)
+            del self._names[name]
             del self._mailboxes[numbered.request_id]
             if not mailbox.complete:
                 self._submit_quietly(Abort(numbered.request_id))
+
+    def abort(self, request_id: str) -> None:
+        """End a live request, whose stream ends with Finished events; unknown ids are ignored."""
+        if request_id in self._names:
+            self._submit_quietly(Abort(self._names[request_id]))
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have a stream now."""
+        return len(self._names)
 
     async def call(self, make: Callable[[str], Command]) -> object:
         """Submit the command that `make(call_id)` gives and await the value of its Reply.
@@ -107,7 +118,7 @@ class AsyncFront:
     async def watch(
         self, make: Callable[[str], SubscribeEvents]
     ) -> AsyncGenerator[tuple[CacheEvent, ...], None]:
-        """Subscribe to the cache's events: batches without gaps, the backlog first.
+        """Subscribe to the cache's events: batches without gaps, the backlog first, empty or not.
 
         Raises FailedPrecondition where the backlog does not reach back so far, ResourceExhausted,
         saying where to resume, where the reader falls far behind.
@@ -122,8 +133,7 @@ class AsyncFront:
 
         try:
             backlog = await self.call(command)
-            if isinstance(backlog, tuple) and backlog:
-                yield backlog
+            yield backlog if isinstance(backlog, tuple) else ()
             while True:
                 yield await box.take()
         finally:
@@ -135,11 +145,15 @@ class AsyncFront:
         """End everything that waits with `error`: the engine is down, or its time is up."""
         for mailbox in self._mailboxes.values():
             mailbox.fail(error)
-        for box in self._watchers.values():
-            box.fail(error)
+        self.fail_watchers(error)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(error)
+
+    def fail_watchers(self, error: PrefixCacheError) -> None:
+        """End all subscriptions with `error`: they have no end of their own."""
+        for box in self._watchers.values():
+            box.fail(error)
 
     def _submit(self, command: Command) -> None:
         if self._engine is None:

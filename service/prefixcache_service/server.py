@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from prefixcache.engine.messages import CacheStats, SetTenants
 from prefixcache.errors import ConfigurationError, Unavailable
-from prefixcache_service import http, log
+from prefixcache_service import gateway, http, log
 from prefixcache_service.api import Access, Dashboard
 from prefixcache_service.calls import SERVICE, Calls
 from prefixcache_service.describe import describe
@@ -99,7 +99,8 @@ class Server:
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize")
         self._servicer = Servicer(self._front, self._threads)
         self._tenants = None if config.tokens is None else Tenants(config.tokens)
-        self._calls = Calls(self._servicer, self._tenants)
+        self._services = {SERVICE: self._servicer, **gateway.services(self._front, self._threads)}
+        self._calls = Calls(self._tenants)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving = False
         options = (*CHANNEL_OPTIONS, *_SERVER_OPTIONS, *config.keepalive_options())
@@ -133,10 +134,13 @@ class Server:
                 f"gRPC and HTTP cannot both listen on {address(where.host, where.port)}; "
                 "see --port and --http-port"
             )
-        self._grpc.add_generic_rpc_handlers((self._calls.handler(),))
+        self._grpc.add_generic_rpc_handlers(
+            [self._calls.handler(service, servicer) for service, servicer in self._services.items()]
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         await self._set_health(serving=False)
-        names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        own = [service.full_name for service in self._services]
+        names = (*own, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
         if where.http_port is not None:
             self.http_port = await self._web.open(where.http_host, where.http_port, where.tls)
@@ -182,7 +186,8 @@ class Server:
 
         engine = await asyncio.to_thread(make)
         served = await asyncio.to_thread(describe, engine)
-        self._servicer.serve(served)
+        for servicer in self._services.values():
+            servicer.serve(served)
         self._model_name = served.info.name
         self._engine_loop = EngineLoop(engine, self._front.deliver)
         self._engine_loop.start()
@@ -220,6 +225,7 @@ class Server:
         self._calls.close("the server is stopping")
         await self._set_health(serving=False)
         log.info("drain", grace=self._config.grace)
+        self._front.fail_watchers(Unavailable("the server is stopping"))
         finished = await self._calls.wait_idle(self._config.grace)
         if not finished:
             self._front.fail_all(Unavailable("the server has stopped"))

@@ -65,11 +65,15 @@ class Tenant:
             return replace(command, tenant=None if everything else self.name)
         if isinstance(command, engine.Generate | engine.Fork | engine.Score):
             urgency = max(command.priority, self.priority)
-            command = replace(command, priority=urgency)
-            if self.name:  # ids of requests are unique by tenant and salt
-                part = hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
-                command = replace(command, request_id=part + command.request_id)
+            request_id = self.request_id(command.request_id)
+            command = replace(command, priority=urgency, request_id=request_id)
         return replace(command, tenant=self.name)
+
+    def request_id(self, request_id: str) -> str:
+        """An id of a request as this tenant's: they are unique by tenant and salt."""
+        if not self.name:
+            return request_id
+        return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest() + request_id
 
     def require_admin(self, what: str) -> None:
         """Raise PermissionDenied unless this is the operator."""

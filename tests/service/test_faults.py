@@ -9,7 +9,7 @@ import pytest
 
 from prefixcache.errors import Cancelled, InvalidArgument
 from prefixcache_service import Client, render, strict
-from prefixcache_service.calls import Calls
+from prefixcache_service.calls import SERVICE, Calls
 from prefixcache_service.v1 import prefixcache_pb2 as pb
 
 GROUP = b"\xa3\x06" + b"\x08\x01" + b"\xa4\x06"  # field 100, which no message has
@@ -82,14 +82,14 @@ def test_a_caller_who_leaves_during_a_write_is_no_fault_of_the_server(monkeypatc
         async def answer(self, request, caller):
             yield pb.GenerateResponse()
 
-    calls = Calls(Servicer())
+    calls = Calls()
     calls.open()
     context = Gone()
 
     class Details:
         method = "/prefixcache.v1.PrefixCache/Generate"
 
-    handler = calls.handler().service(Details)
+    handler = calls.handler(SERVICE, Servicer()).service(Details)
     request = pb.GenerateRequest(text="x").SerializeToString()
     asyncio.run(handler.unary_stream(request, context))
     assert context.code is grpc.StatusCode.CANCELLED

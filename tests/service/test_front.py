@@ -155,12 +155,13 @@ def test_fail_all_reaches_streams_calls_and_watchers():
         front, script = connected()
         stream, key = await begin(front, script)
         call = asyncio.ensure_future(front.call(GetStats))
-        watch = asyncio.ensure_future(anext(front.watch(SubscribeEvents)))
+        watch = front.watch(SubscribeEvents)
+        subscribed = asyncio.ensure_future(anext(watch))
         await asyncio.sleep(0)
-        front.deliver([Reply(script.commands[-1].call_id, ())])
-        await asyncio.sleep(0.01)
+        front.deliver([Reply(script.commands[-1].call_id, 0)])
+        assert await subscribed == ()
         front.fail_all(Unavailable("over"))
-        for waiting in (anext(stream), call, watch):
+        for waiting in (anext(stream), call, anext(watch)):
             with pytest.raises(Unavailable, match="over"):
                 await waiting
         assert Abort(key) in script.commands
