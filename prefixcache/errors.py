@@ -9,7 +9,7 @@ PrefixCacheError
 ├── FailedPrecondition   right in itself, but not in this state
 ├── OutOfRange           behind the end, or before what is still there; only gateways meet it
 ├── ResourceExhausted    can never fit, or not now; carries the arithmetic and when to retry
-├── Unavailable          draining, or the engine is down
+├── Unavailable          draining, or down; names the one server that could answer
 ├── Unimplemented        a documented part of the contract that this build lacks
 ├── Cancelled            aborted by its caller
 ├── Internal             a fault of ours; the request ends, the engine goes on
@@ -75,7 +75,18 @@ class ResourceExhausted(PrefixCacheError):
 
 
 class Unavailable(PrefixCacheError):
-    """The engine is draining or down; try again, or elsewhere."""
+    """The engine is draining or down; try again, or elsewhere.
+
+    address: host:port of the server that alone could answer, since it holds what was asked for;
+    empty where that is not known.
+    """
+
+    def __init__(self, message: str, address: str = "") -> None:
+        super().__init__(message)
+        self.address = address
+
+    def __reduce__(self) -> tuple[type["Unavailable"], tuple[str, str]]:
+        return Unavailable, (str(self), self.address)
 
 
 class Unimplemented(PrefixCacheError):

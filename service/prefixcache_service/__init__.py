@@ -2,7 +2,7 @@
 
 from prefixcache_service.aio import AsyncClient, AsyncStream
 from prefixcache_service.client import Client, Stream
-from prefixcache_service.requests import BeamSearch, Branch, Prompt, Sampling
+from prefixcache_service.requests import BeamOptions, BeamSearch, Branch, Options, Prompt, Sampling
 from prefixcache_service.results import (
     Completion,
     ContinuationScore,
@@ -17,6 +17,7 @@ from prefixcache_service.results import (
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "BeamOptions",
     "BeamSearch",
     "Branch",
     "Client",
@@ -25,6 +26,7 @@ __all__ = [
     "Delta",
     "GenerateResult",
     "ModelInfo",
+    "Options",
     "Prompt",
     "Sampling",
     "ScoreResult",

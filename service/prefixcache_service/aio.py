@@ -1,11 +1,12 @@
-"""The client for asyncio: Client with await. Owns one channel; shares the rest with `client`."""
+"""The client for asyncio: Client with await. Owns only its calls; shares the rest with `client`."""
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
 from prefixcache.engine.messages import (
     CacheEvent,
@@ -14,16 +15,16 @@ from prefixcache.engine.messages import (
     ReleaseReceipt,
     SequenceInfo,
 )
+from prefixcache.errors import PrefixCacheError
 from prefixcache_service import requests, results
-from prefixcache_service.channel import File, call_options, credentials
-from prefixcache_service.limits import CLIENT_OPTIONS, DEFAULT_TARGET, target_of
-from prefixcache_service.requests import BeamSearch, Branch, Common, Prompt, Sampling
+from prefixcache_service.assembler import Assembler
+from prefixcache_service.channel import File, call_options, connector
+from prefixcache_service.limits import DEFAULT_TARGET, target_of
+from prefixcache_service.requests import BeamOptions, Branch, Options, Prompt
 from prefixcache_service.results import Completion, Delta, GenerateResult, ModelInfo, ScoreResult
+from prefixcache_service.routing import TARGET, Replicas
 from prefixcache_service.status import error_from_call
 from prefixcache_service.v1 import prefixcache_pb2 as pb
-from prefixcache_service.v1.prefixcache_pb2_grpc import PrefixCacheStub
-
-T = TypeVar("T")
 
 
 class AsyncClient:
@@ -49,13 +50,7 @@ class AsyncClient:
     ) -> None:
         self.cache_salt = cache_salt
         self._options = call_options(token, timeout)
-        where, tls = target_of(target), credentials(ca, certificate)
-        self._channel = (
-            grpc.aio.insecure_channel(where, options=CLIENT_OPTIONS)
-            if tls is None
-            else grpc.aio.secure_channel(where, tls, options=CLIENT_OPTIONS)
-        )
-        self._stub = PrefixCacheStub(self._channel)  # type: ignore[no-untyped-call]
+        self._replicas = Replicas(target_of(target), connector(grpc.aio, ca, certificate))
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -69,117 +64,49 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the channel; calls that run are cancelled."""
-        await self._channel.close(grace=None)
+        """Close all connections; calls that run are cancelled."""
+        for channel in self._replicas.take_channels():
+            await channel.close(grace=None)
 
     # ------------------------------------------------------------ generate, fork, score
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        keep_seconds: float = 0.0,
-        priority: int = 0,
-        request_id: str = "",
-        **sampling: Unpack[Sampling],
-    ) -> GenerateResult:
-        """Continue a prompt and wait for all its samples."""
-        stream = self.stream(
-            prompt,
-            keep_seconds=keep_seconds,
-            priority=priority,
-            request_id=request_id,
-            **sampling,
-        )
-        async with stream:
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> GenerateResult:
+        """Continue a prompt and wait for all its samples; arguments as for `stream`."""
+        async with self.stream(prompt, **options) as stream:
             return await stream.result()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        keep_seconds: float = 0.0,
-        priority: int = 0,
-        request_id: str = "",
-        **sampling: Unpack[Sampling],
-    ) -> "AsyncStream":
-        """Continue a prompt; what is generated comes as it is made."""
-        common = Common(request_id, self.cache_salt, priority)
-        request = requests.generate(prompt, common, keep_seconds, sampling)
-        return AsyncStream(self._stub.Generate(request, **self._options))
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> "AsyncStream":
+        """Continue a prompt; what is generated comes as it is made.
 
-    async def best_of(
-        self,
-        prompt: Prompt,
-        *,
-        keep_seconds: float = 0.0,
-        priority: int = 0,
-        request_id: str = "",
-        **sampling: Unpack[Sampling],
-    ) -> GenerateResult:
+        prompt: text, token ids, or chat messages. options: see Options and Sampling.
+        """
+        return self._stream("Generate", requests.generate(prompt, self.cache_salt, options))
+
+    async def best_of(self, prompt: Prompt, **options: Unpack[Options]) -> GenerateResult:
         """Draw `n` samples and rank them by cumulative log-probability: best first."""
-        sampling.setdefault("logprobs", 0)
-        result = await self.generate(
-            prompt,
-            keep_seconds=keep_seconds,
-            priority=priority,
-            request_id=request_id,
-            **sampling,
-        )
-        return result.ranked()
+        options.setdefault("logprobs", 0)
+        return (await self.generate(prompt, **options)).ranked()
 
-    async def beam(
-        self,
-        prompt: Prompt,
-        *,
-        keep_seconds: float = 0.0,
-        priority: int = 0,
-        request_id: str = "",
-        **search: Unpack[BeamSearch],
-    ) -> GenerateResult:
+    async def beam(self, prompt: Prompt, **options: Unpack[BeamOptions]) -> GenerateResult:
         """Search for the likeliest continuations; best first, each with its `score`.
 
-        search: num_beams, and more; see BeamSearch.
+        options: num_beams, and more; see BeamOptions and BeamSearch.
         """
-        common = Common(request_id, self.cache_salt, priority)
-        request = requests.beam(prompt, common, keep_seconds, search)
-        call = self._stub.Generate(request, **self._options)
-        async with AsyncStream(call) as stream:
+        request = requests.beam(prompt, self.cache_salt, options)
+        async with self._stream("Generate", request) as stream:
             return await stream.result()
 
     async def fork(
-        self,
-        branches: Sequence[Branch],
-        *,
-        keep_seconds: float = 0.0,
-        priority: int = 0,
-        request_id: str = "",
-        **sampling: Unpack[Sampling],
+        self, branches: Sequence[Branch], **options: Unpack[Options]
     ) -> list[Completion]:
         """Continue sequences that run or are kept, and wait; one result a branch, in order."""
-        stream = self.stream_fork(
-            branches,
-            keep_seconds=keep_seconds,
-            priority=priority,
-            request_id=request_id,
-            **sampling,
-        )
-        async with stream:
+        async with self.stream_fork(branches, **options) as stream:
             return list((await stream.result()).outputs)
 
-    def stream_fork(
-        self,
-        branches: Sequence[Branch],
-        *,
-        keep_seconds: float = 0.0,
-        priority: int = 0,
-        request_id: str = "",
-        **sampling: Unpack[Sampling],
-    ) -> "AsyncStream":
+    def stream_fork(self, branches: Sequence[Branch], **options: Unpack[Options]) -> "AsyncStream":
         """Continue sequences that run or are kept, streamed; `index` is the branch."""
-        common = Common(request_id, self.cache_salt, priority)
-        request = requests.fork(branches, common, keep_seconds, sampling)
-        return AsyncStream(self._stub.Fork(request, **self._options))
+        request = requests.fork(branches, self.cache_salt, options)
+        return self._stream("Fork", request, self._replicas.holder(branches))
 
     async def score(
         self,
@@ -191,53 +118,74 @@ class AsyncClient:
         request_id: str = "",
     ) -> ScoreResult:
         """Log-probabilities of each continuation behind the prefix."""
-        common = Common(request_id, self.cache_salt, priority)
-        request = requests.score(prefix, continuations, common, top_logprobs)
-        return results.score(await self._call(self._stub.Score, request))
+        request = requests.score(
+            prefix,
+            continuations,
+            self.cache_salt,
+            top_logprobs=top_logprobs,
+            priority=priority,
+            request_id=request_id,
+        )
+        return results.score(await self._call("Score", request))
 
     # ------------------------------------------------------------ sequences
 
     async def sequences(self) -> tuple[SequenceInfo, ...]:
-        """The sequences of this salt that wait, run or are kept."""
+        """The sequences of this salt that wait, run or are kept, on the server that answers."""
         request = pb.ListSequencesRequest(cache_salt=self.cache_salt)
-        return results.sequences(await self._call(self._stub.ListSequences, request))
+        response = await self._call("ListSequences", request)
+        infos = results.sequences(response)
+        self._replicas.learn((info.sequence_id for info in infos), response.address)
+        return infos
 
     async def release(self, *sequence_ids: str, subtree: bool = False) -> ReleaseReceipt:
         """Give back kept sequences, end running ones; with `subtree` their descendants too.
 
         Those that are not there are passed over; raises NotFound where none of them is.
         """
-        request = requests.release(sequence_ids, subtree, self.cache_salt)
-        return results.receipt(await self._call(self._stub.Release, request))
+        answers: list[pb.ReleaseResponse | PrefixCacheError] = []
+        for address, held in self._replicas.by_holder(sequence_ids).items():
+            request = requests.release(held, subtree, self.cache_salt)
+            try:
+                answers.append(await self._call("Release", request, address))
+            except PrefixCacheError as error:
+                answers.append(error)
+        receipt = results.receipt(answers)
+        self._replicas.forget(receipt.sequence_ids)
+        return receipt
 
     # ------------------------------------------------------------ cache
 
     async def stats(self) -> CacheStats:
         """Pool and counters at this moment."""
-        return results.stats(await self._call(self._stub.GetCacheStats, pb.GetCacheStatsRequest()))
+        return results.stats(await self._call("GetCacheStats", pb.GetCacheStatsRequest()))
 
     async def flush(self, *, all_salts: bool = False) -> int:
         """Drop cached blocks that nobody uses, of this salt or of all; returns how many."""
         request = pb.FlushCacheRequest(cache_salt=None if all_salts else self.cache_salt)
-        response = await self._call(self._stub.FlushCache, request)
-        return int(response.blocks_freed)
+        return int((await self._call("FlushCache", request)).blocks_freed)
 
     async def pin(self, prompt: Prompt, *, seconds: float) -> PinInfo:
-        """Keep the cached full blocks of a prompt from eviction."""
-        request = requests.pin(prompt, seconds, self.cache_salt)
-        return results.pin(await self._call(self._stub.PinPrefix, request))
+        """Keep the cached full blocks of a prompt from eviction, on the server that answers."""
+        response = await self._call("PinPrefix", requests.pin(prompt, seconds, self.cache_salt))
+        pin = results.pin(response)
+        self._replicas.learn([pin.pin_id], response.address)
+        return pin
 
     async def unpin(self, pin_id: str) -> PinInfo:
         """End a pin; returns what it held."""
         request = pb.UnpinPrefixRequest(pin_id=pin_id, cache_salt=self.cache_salt)
-        return results.pin(await self._call(self._stub.UnpinPrefix, request))
+        (address,) = self._replicas.by_holder([pin_id])
+        pin = results.pin(await self._call("UnpinPrefix", request, address))
+        self._replicas.forget([pin_id])
+        return pin
 
     async def watch_events(
         self, *, after: int | None = None, with_tokens: bool = False
     ) -> AsyncGenerator[CacheEvent, None]:
         """Changes of the cache as they happen; `after` resumes behind that number."""
         request = pb.WatchCacheEventsRequest(after=after, with_tokens=with_tokens)
-        call = self._stub.WatchCacheEvents(request, **self._options)
+        call = self._replicas.stub().WatchCacheEvents(request, **self._options)
         try:
             while (response := await _read(call)) is not None:
                 for event in results.cache_events(response):
@@ -249,26 +197,29 @@ class AsyncClient:
 
     async def model_info(self) -> ModelInfo:
         """The model and the limits of the server."""
-        response = await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
-        return results.model_info(response)
+        return results.model_info(await self._call("GetModelInfo", pb.GetModelInfoRequest()))
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text or chat messages, as `generate` reads them."""
         request = requests.tokenize(prompt, add_special_tokens)
-        return list((await self._call(self._stub.Tokenize, request)).token_ids)
+        return list((await self._call("Tokenize", request)).token_ids)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
         """Text of token ids."""
         request = requests.detokenize(token_ids, skip_special_tokens)
-        return str((await self._call(self._stub.Detokenize, request)).text)
+        return str((await self._call("Detokenize", request)).text)
 
-    async def _call(self, method: Callable[..., Awaitable[T]], request: Any) -> T:
+    async def _call(self, method: str, request: Message, address: str = TARGET) -> Any:
         try:
-            return await method(request, **self._options)
+            return await getattr(self._replicas.stub(address), method)(request, **self._options)
         except grpc.RpcError as error:
-            raise error_from_call(error) from None
+            raise error_from_call(error, address) from None
+
+    def _stream(self, method: str, request: Message, address: str = TARGET) -> "AsyncStream":
+        call = getattr(self._replicas.stub(address), method)(request, **self._options)
+        return AsyncStream(call, self._replicas, address)
 
 
 class AsyncStream(AsyncIterator[Delta]):
@@ -277,9 +228,11 @@ class AsyncStream(AsyncIterator[Delta]):
     Leaving the `async with` block, or `cancel`, ends the work on the server.
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, replicas: Replicas, address: str) -> None:
         self._call = call
-        self._assembler = results.Assembler()
+        self._replicas = replicas
+        self._address = address
+        self._assembler = Assembler()
         self._ahead: deque[Delta] = deque()
 
     async def __anext__(self) -> Delta:
@@ -313,17 +266,19 @@ class AsyncStream(AsyncIterator[Delta]):
         self._call.cancel()
 
     async def _receive(self) -> Delta:
-        response = await _read(self._call)
+        response = await _read(self._call, self._assembler.address or self._address)
         if response is None:
             raise StopAsyncIteration
-        return self._assembler.feed(response)
+        delta = self._assembler.feed(response)
+        self._replicas.note(delta)
+        return delta
 
 
-async def _read(call: Any) -> Any:
+async def _read(call: Any, holder: str = "") -> Any:
     """The next message; None at the end."""
     try:
         response = await call.read()
     except grpc.RpcError as error:
-        raise error_from_call(error) from None
+        raise error_from_call(error, holder) from None
     end = grpc.aio.EOF  # type: ignore[attr-defined]
     return None if response is end else response

@@ -1,17 +1,18 @@
-"""How a client connects: the channel's credentials, and what goes with each call.
+"""How a client connects: the channel with its credentials, and what goes with each call.
 
-Both clients share it. A token goes into the metadata of each call; over a connection without TLS
-anybody on the way can read it there.
+Both clients share it, and use it for every server that they talk to. A token goes into the metadata
+of each call; over a connection without TLS anybody on the way can read it there.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from prefixcache.errors import InvalidArgument
+from prefixcache_service.limits import CLIENT_OPTIONS
 
 TOKEN_VARIABLE = "PREFIXCACHE_TOKEN"
 SYSTEM_CA = "system"
@@ -28,7 +29,19 @@ def call_options(token: str | None, timeout: float | None) -> Mapping[str, Any]:
     return {"timeout": timeout, "metadata": metadata}
 
 
-def credentials(ca: File | None, certificate: File | None) -> grpc.ChannelCredentials | None:
+def connector(grpc_or_aio: Any, ca: File | None, certificate: File | None) -> Callable[[str], Any]:
+    """What makes a channel to host:port, of `grpc` or of `grpc.aio`; files are read once, here."""
+    tls = _credentials(ca, certificate)
+
+    def connect(address: str) -> Any:
+        if tls is None:
+            return grpc_or_aio.insecure_channel(address, options=CLIENT_OPTIONS)
+        return grpc_or_aio.secure_channel(address, tls, options=CLIENT_OPTIONS)
+
+    return connect
+
+
+def _credentials(ca: File | None, certificate: File | None) -> grpc.ChannelCredentials | None:
     """Of a channel; None: no TLS.
 
     ca: PEM file of who signs the server's certificate, or "system". certificate: PEM file of the

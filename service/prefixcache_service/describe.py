@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from prefixcache.engine.engine import Engine
 
 
-def describe(engine: "Engine") -> Served:
-    """Limits, model card and token bytes; takes some tenths of a second for a large vocabulary."""
+def describe(engine: "Engine", address: str = "") -> Served:
+    """Limits, model card and token bytes; takes some tenths of a second for a large vocabulary.
+
+    address: where clients reach this very server, if it tells.
+    """
     tokenizer, config, model = engine.tokenizer, engine.config, engine.model_config
     pieces = tuple(tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size))
     edge = Edge(
@@ -36,4 +39,4 @@ def describe(engine: "Engine") -> Served:
         eos_token_ids=model.eos_token_ids,
         version=version("prefixcache"),
     )
-    return Served(edge=edge, info=info, pieces=pieces)
+    return Served(edge=edge, info=info, pieces=pieces, address=address)

@@ -1,4 +1,4 @@
-"""Taking a port, or saying in one sentence why not."""
+"""Ports and addresses: taking one, advertising one, or saying in one sentence why not."""
 
 import errno
 import socket
@@ -31,3 +31,28 @@ _ADVICE = {
 def address(host: str, port: int) -> str:
     """host:port, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def advertised(text: str) -> tuple[str, int]:
+    """Host and port of an --advertise-address; port 0 stands for the one that is listened on.
+
+    Raises ConfigurationError where it is not host:port, or the host cannot be resolved.
+    """
+    host, _, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not (host and port.isascii() and port.isdigit() and int(port) < 2**16) or (
+        ":" in bare and bare == host
+    ):
+        raise ConfigurationError(
+            f"--advertise-address {text!r} is not HOST:PORT, such as replica-0.example:50051 "
+            "(an IPv6 host in brackets; port 0 for the one that is listened on)"
+        )
+    try:
+        socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(
+            f"--advertise-address {text}: {bare!r} cannot be resolved ({reason}); give a name or "
+            "an address under which clients reach this very server"
+        ) from None
+    return bare, int(port)

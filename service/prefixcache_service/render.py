@@ -32,11 +32,16 @@ _KIND = {
 
 
 def responses(
-    event: engine.Started | engine.Output | engine.Finished, token_bytes: TokenBytes
+    event: engine.Started | engine.Output | engine.Finished,
+    token_bytes: TokenBytes,
+    address: str = "",
 ) -> Iterator[pb.GenerateResponse]:
-    """The messages of one event: one, or several where an Output is long."""
+    """The messages of one event: one, or several where an Output is long.
+
+    address: under which this server, which holds the sequence, can be reached.
+    """
     if isinstance(event, engine.Started):
-        yield pb.GenerateResponse(chunk=_admission(event))
+        yield pb.GenerateResponse(chunk=_admission(event, address))
     elif isinstance(event, engine.Finished):
         yield pb.GenerateResponse(complete=_complete(event, token_bytes))
     else:
@@ -44,7 +49,7 @@ def responses(
             yield pb.GenerateResponse(chunk=chunk)
 
 
-def _admission(event: engine.Started) -> pb.Chunk:
+def _admission(event: engine.Started, address: str) -> pb.Chunk:
     return pb.Chunk(
         index=event.index,
         sequence_id=event.sequence_id,
@@ -52,6 +57,7 @@ def _admission(event: engine.Started) -> pb.Chunk:
         num_prompt_tokens=event.num_prompt_tokens,
         num_cached_tokens=event.num_cached_tokens,
         num_forked_tokens=event.num_forked_tokens,
+        address=address,
     )
 
 
@@ -124,9 +130,10 @@ def score(
     return response
 
 
-def sequences(infos: Iterable[engine.SequenceInfo]) -> pb.ListSequencesResponse:
+def sequences(infos: Iterable[engine.SequenceInfo], address: str) -> pb.ListSequencesResponse:
     """The live tree. Request ids are given back as the caller gave them."""
     return pb.ListSequencesResponse(
+        address=address,
         sequences=[
             pb.SequenceInfo(
                 sequence_id=info.sequence_id,
@@ -141,7 +148,7 @@ def sequences(infos: Iterable[engine.SequenceInfo]) -> pb.ListSequencesResponse:
                 kept_seconds=info.kept_seconds,
             )
             for info in infos
-        ]
+        ],
     )
 
 

@@ -45,6 +45,19 @@ class Sampling(TypedDict, total=False):
     skip_special_tokens: bool
 
 
+class Options(Sampling, total=False):
+    """What a Generate or a Fork takes: how to draw tokens, and of the request as a whole:
+
+    keep_seconds: how long the finished sequences can still be forked; 0 by default.
+    priority: lower is more urgent; 0 by default.
+    request_id: your name for the request; AlreadyExists while another one has it.
+    """
+
+    keep_seconds: float
+    priority: int
+    request_id: str
+
+
 class BeamSearch(TypedDict, total=False):
     """How to search; see BeamSearchParams in the proto for ranges and defaults.
 
@@ -67,6 +80,17 @@ class BeamSearch(TypedDict, total=False):
     skip_special_tokens: bool
 
 
+class BeamOptions(BeamSearch, total=False):
+    """What a beam search takes: how to search, and the rest as in Options."""
+
+    keep_seconds: float
+    priority: int
+    request_id: str
+
+
+_OF_THE_REQUEST = ("keep_seconds", "priority", "request_id")
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """One continuation of a sequence that runs or is kept.
@@ -84,48 +108,29 @@ class Branch:
     sampling: Sampling = field(default_factory=Sampling)
 
 
-@dataclass(frozen=True, slots=True)
-class Common:
-    """What Generate, Fork and Score have in common."""
-
-    request_id: str = ""
-    cache_salt: str = ""
-    priority: int = 0
-
-    def fields(self) -> dict[str, Any]:
-        """As fields of a request."""
-        return {
-            "request_id": self.request_id,
-            "cache_salt": self.cache_salt,
-            "priority": self.priority,
-        }
-
-
-def generate(
-    prompt: Prompt, common: Common, keep_seconds: float, sampling: Sampling
-) -> pb.GenerateRequest:
+def generate(prompt: Prompt, cache_salt: str, options: Options) -> pb.GenerateRequest:
     """A GenerateRequest; raises InvalidArgument for values that the wire cannot carry."""
+    sampling, rest = _split(options)
     return _make(
         pb.GenerateRequest,
-        sampling=sampling_params(sampling),
-        keep_seconds=keep_seconds,
-        **common.fields(),
+        sampling=_sampling_params(sampling, "sampling"),
+        cache_salt=cache_salt,
+        **rest,
         **_prompt(prompt),
     )
 
 
-def beam(
-    prompt: Prompt, common: Common, keep_seconds: float, search: BeamSearch
-) -> pb.GenerateRequest:
+def beam(prompt: Prompt, cache_salt: str, options: BeamOptions) -> pb.GenerateRequest:
     """A GenerateRequest for a beam search; raises InvalidArgument as `generate` does."""
-    given = _given(search)
-    if "early_stopping" in given:
-        given["early_stopping"] = _early_stopping(given["early_stopping"])
+    search, rest = _split(options)
+    search = _given(search)
+    if "early_stopping" in search:
+        search["early_stopping"] = _early_stopping(search["early_stopping"])
     return _make(
         pb.GenerateRequest,
-        beam_search=_make(pb.BeamSearchParams, "beam_search", **given),
-        keep_seconds=keep_seconds,
-        **common.fields(),
+        beam_search=_make(pb.BeamSearchParams, "beam_search", **search),
+        cache_salt=cache_salt,
+        **rest,
         **_prompt(prompt),
     )
 
@@ -138,30 +143,29 @@ def _early_stopping(value: object) -> pb.EarlyStopping:
     return pb.EARLY_STOPPING_TRUE if value else pb.EARLY_STOPPING_FALSE
 
 
-def fork(
-    branches: Sequence[Branch], common: Common, keep_seconds: float, sampling: Sampling
-) -> pb.ForkRequest:
+def fork(branches: Sequence[Branch], cache_salt: str, options: Options) -> pb.ForkRequest:
     """A ForkRequest; a branch's own sampling is laid over the call's."""
+    sampling, rest = _split(options)
     return _make(
         pb.ForkRequest,
         branches=[
             _branch(branch, f"branches[{index}]", sampling) for index, branch in enumerate(branches)
         ],
-        sampling=sampling_params(sampling),
-        keep_seconds=keep_seconds,
-        **common.fields(),
+        sampling=_sampling_params(sampling, "sampling"),
+        cache_salt=cache_salt,
+        **rest,
     )
 
 
-def _branch(branch: Branch, where: str, sampling: Sampling) -> pb.ForkBranch:
+def _branch(branch: Branch, where: str, sampling: Mapping[str, Any]) -> pb.ForkBranch:
     if branch.text is not None and branch.token_ids is not None:
         raise InvalidArgument(f"{where}.text", "is given together with token_ids; give one of them")
     own = None
     if branch.sampling:
-        merged: Sampling = {**sampling, **branch.sampling}
+        merged = {**sampling, **branch.sampling}
         if branch.sampling.get("stream_key") is not None and "seed" not in branch.sampling:
             merged["seed"] = None  # the call's seed is for branches without a key of their own
-        own = sampling_params(merged, f"{where}.sampling")
+        own = _sampling_params(merged, f"{where}.sampling")
     return _make(
         pb.ForkBranch,
         where,
@@ -177,8 +181,11 @@ def _branch(branch: Branch, where: str, sampling: Sampling) -> pb.ForkBranch:
 def score(
     prefix: Prompt,
     continuations: Sequence[str | Sequence[int]],
-    common: Common,
+    cache_salt: str,
+    *,
     top_logprobs: int,
+    priority: int,
+    request_id: str,
 ) -> pb.ScoreRequest:
     """A ScoreRequest."""
     return _make(
@@ -188,7 +195,9 @@ def score(
             for index, continuation in enumerate(continuations)
         ],
         top_logprobs=top_logprobs,
-        **common.fields(),
+        cache_salt=cache_salt,
+        priority=priority,
+        request_id=request_id,
         **_prompt(prefix),
     )
 
@@ -218,13 +227,20 @@ def detokenize(token_ids: Sequence[int], skip_special_tokens: bool) -> pb.Detoke
     return _make(pb.DetokenizeRequest, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
 
 
-def sampling_params(options: Sampling, where: str = "sampling") -> pb.SamplingParams:
-    """The message of some options; those that are None stay unset. Raises InvalidArgument."""
+def _split(options: Options | BeamOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How to decode, and what is of the request itself."""
+    decoding = {name: value for name, value in options.items() if name not in _OF_THE_REQUEST}
+    rest = {name: value for name, value in options.items() if name in _OF_THE_REQUEST}
+    return decoding, rest
+
+
+def _sampling_params(options: Mapping[str, Any], where: str) -> pb.SamplingParams:
     return _make(pb.SamplingParams, where, **_given(options))
 
 
-def _given(options: Sampling | BeamSearch) -> dict[str, Any]:
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not None, which stays unset."""
+    given = {name: value for name, value in options.items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     return given

@@ -5,8 +5,8 @@ in their form.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from prefixcache.engine.messages import (
@@ -21,10 +21,10 @@ from prefixcache.engine.messages import (
     TenantStats,
     Usage,
 )
-from prefixcache.errors import Internal
+from prefixcache.errors import NotFound, PrefixCacheError
 from prefixcache_service.v1 import prefixcache_pb2 as pb
 
-_REASON: dict[int, FinishReason] = {
+REASON: dict[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_ABORT: "abort",
@@ -68,6 +68,7 @@ class Completion:
     kept_seconds: how long it can still be forked.
     next_token: with max_tokens = 0, the distribution of the token that would come next.
     score: of a beam search's result: the sum of its logprobs / length ** length_penalty.
+    address: of the server that holds it; empty where that does not tell (--advertise-address).
     """
 
     index: int
@@ -86,6 +87,7 @@ class Completion:
     kept_seconds: float
     next_token: TokenLogprobs | None
     score: float | None = None
+    address: str = ""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -117,6 +119,11 @@ class GenerateResult:
     def sequence_id(self) -> str:
         """What to name in a fork."""
         return self.outputs[0].sequence_id
+
+    @property
+    def address(self) -> str:
+        """Of the server that holds it."""
+        return self.outputs[0].address
 
     @property
     def stream_key(self) -> int:
@@ -156,7 +163,11 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one message added to one sequence. The first of an index, at admission, adds nothing."""
+    """What one message added to one sequence. The first of an index, at admission, adds nothing.
+
+    stream_key, address: as in Completion, and known from the first one on: with them the tokens so
+    far can be continued elsewhere. kept_seconds: on the last one.
+    """
 
     index: int
     sequence_id: str
@@ -164,6 +175,9 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    stream_key: int = 0
+    address: str = ""
+    kept_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,95 +215,8 @@ class ModelInfo:
     version: str
 
 
-class Assembler:
-    """Puts the messages of one call together. Feed it all of them, in order."""
-
-    def __init__(self) -> None:
-        self._parts: dict[int, _Part] = {}
-
-    def feed(self, response: pb.GenerateResponse) -> Delta:
-        """Take one message; returns what it adds."""
-        if response.WhichOneof("response") == "complete":
-            complete = response.complete
-            part = self._parts.setdefault(complete.index, _Part(pb.Chunk(index=complete.index)))
-            part.complete = complete
-            return Delta(
-                complete.index, part.sequence_id, finish_reason=_REASON[complete.finish_reason]
-            )
-        chunk = response.chunk
-        if chunk.sequence_id:
-            self._parts[chunk.index] = _Part(chunk)
-        part = self._parts[chunk.index]
-        delta = Delta(
-            chunk.index,
-            part.sequence_id,
-            chunk.text,
-            tuple(chunk.token_ids),
-            tuple(map(_logprobs, chunk.logprobs)),
-        )
-        part.add(delta, chunk)
-        return delta
-
-    @property
-    def started(self) -> bool:
-        """True from the first message on."""
-        return bool(self._parts)
-
-    @property
-    def first_sequence_id(self) -> str:
-        """Of the sequence that was admitted first."""
-        return next(iter(self._parts.values())).sequence_id
-
-    def outputs(self) -> tuple[Completion, ...]:
-        """All sequences by index; raises Internal where the call ended without all of them."""
-        return tuple(self._parts[index].completion() for index in sorted(self._parts))
-
-
-@dataclass(slots=True)
-class _Part:
-    admission: pb.Chunk
-    complete: pb.Complete | None = None
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-    @property
-    def sequence_id(self) -> str:
-        return self.admission.sequence_id
-
-    def add(self, delta: Delta, chunk: pb.Chunk) -> None:
-        self.texts.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.prompt_logprobs.extend(map(_logprobs, chunk.prompt_logprobs))
-
-    def completion(self) -> Completion:
-        first, last = self.admission, self.complete
-        if last is None:
-            raise Internal("the server ended a call before all its sequences were complete")
-        stop = last.WhichOneof("stop_reason")
-        return Completion(
-            index=first.index,
-            sequence_id=first.sequence_id,
-            stream_key=first.stream_key,
-            text="".join(self.texts),
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            prompt_logprobs=tuple(self.prompt_logprobs),
-            finish_reason=_REASON[last.finish_reason],
-            stop_reason=getattr(last, stop) if stop else None,
-            usage=_usage(last.usage),
-            num_prompt_tokens=first.num_prompt_tokens,
-            num_cached_tokens=first.num_cached_tokens,
-            num_forked_tokens=first.num_forked_tokens,
-            kept_seconds=last.kept_seconds,
-            next_token=_logprobs(last.next_token) if last.HasField("next_token") else None,
-            score=last.score if last.HasField("score") else None,
-        )
-
-
-def _usage(message: pb.Usage) -> Usage:
+def usage(message: pb.Usage) -> Usage:
+    """Tokens of one sequence."""
     return Usage(
         prompt_tokens=message.prompt_tokens,
         cached_tokens=message.cached_tokens,
@@ -299,7 +226,8 @@ def _usage(message: pb.Usage) -> Usage:
     )
 
 
-def _logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+def logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    """One position."""
     return TokenLogprobs(
         chosen=_logprob(message.chosen) if message.HasField("chosen") else None,
         top=tuple(map(_logprob, message.top)),
@@ -315,7 +243,7 @@ def score(response: pb.ScoreResponse) -> ScoreResult:
     return ScoreResult(
         scores=tuple(
             ContinuationScore(
-                tuple(one.token_ids), tuple(map(_logprobs, one.logprobs)), one.sum_logprob
+                tuple(one.token_ids), tuple(map(logprobs, one.logprobs)), one.sum_logprob
             )
             for one in response.scores
         ),
@@ -343,9 +271,20 @@ def sequences(response: pb.ListSequencesResponse) -> tuple[SequenceInfo, ...]:
     )
 
 
-def receipt(response: pb.ReleaseResponse) -> ReleaseReceipt:
-    """What a release did."""
-    return ReleaseReceipt(tuple(response.sequence_ids), response.blocks_freed)
+def receipt(answers: Sequence[pb.ReleaseResponse | PrefixCacheError]) -> ReleaseReceipt:
+    """What a release did on all servers that it went to; raises the error that matters most.
+
+    That a server has none of its sequences any more does not matter where another had some.
+    """
+    done = [answer for answer in answers if isinstance(answer, pb.ReleaseResponse)]
+    errors = [answer for answer in answers if isinstance(answer, PrefixCacheError)]
+    for error in sorted(errors, key=lambda error: isinstance(error, NotFound)):
+        if not (done and isinstance(error, NotFound)):
+            raise error
+    return ReleaseReceipt(
+        tuple(sequence_id for response in done for sequence_id in response.sequence_ids),
+        sum(response.blocks_freed for response in done),
+    )
 
 
 def pin(response: pb.PinPrefixResponse | pb.UnpinPrefixResponse) -> PinInfo:

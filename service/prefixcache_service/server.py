@@ -32,7 +32,7 @@ from prefixcache_service.limits import (
     DEFAULT_PORT,
 )
 from prefixcache_service.metrics import Compat, render_metrics
-from prefixcache_service.ports import address, listen
+from prefixcache_service.ports import address, advertised, listen
 from prefixcache_service.servicer import Servicer
 from prefixcache_service.tenants import Tenants
 from prefixcache_service.tls import TlsFiles, check_exposure
@@ -65,6 +65,8 @@ class ServerConfig:
     metrics_compat: whose names /metrics has besides ours.
     tokens: file of the tenants that may call; None lets everybody in. tls: for both ports.
     allow_insecure: let other machines connect without TLS, or without tokens.
+    advertise_address: host:port under which clients reach this very server, also behind a load
+        balancer; its port 0 stands for the one that is listened on. None tells them nothing.
     """
 
     host: str = DEFAULT_HOST
@@ -78,6 +80,7 @@ class ServerConfig:
     tokens: Path | None = None
     tls: TlsFiles | None = None
     allow_insecure: bool = False
+    advertise_address: str | None = None
 
     def keepalive_options(self) -> tuple[tuple[str, int], ...]:
         """As gRPC names them."""
@@ -116,6 +119,7 @@ class Server:
             )
         )
         self._model_name = ""
+        self._address = ""
         self._engine_loop: EngineLoop | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._follower: asyncio.Task[None] | None = None
@@ -125,10 +129,12 @@ class Server:
     async def open(self) -> None:
         """Listen on both ports; answer health checks with NOT_SERVING and calls with UNAVAILABLE.
 
-        Raises ConfigurationError where a port cannot be had, or would be open to strangers.
+        Raises ConfigurationError where a port cannot be had, or would be open to strangers, or the
+        address to be advertised is none.
         """
         self._check_exposure()
         where = self._config
+        known_as = None if where.advertise_address is None else advertised(where.advertise_address)
         if where.port and (where.host, where.port) == (where.http_host, where.http_port):
             raise ConfigurationError(
                 f"gRPC and HTTP cannot both listen on {address(where.host, where.port)}; "
@@ -149,6 +155,9 @@ class Server:
         except ConfigurationError:
             await self._web.close()
             raise
+        if known_as is not None:
+            host, port = known_as
+            self._address = address(host, port or self.port)
         await self._grpc.start()
 
     def _check_exposure(self) -> None:
@@ -185,7 +194,7 @@ class Server:
         from prefixcache.engine.loop import EngineLoop  # noqa: PLC0415 (brings in torch)
 
         engine = await asyncio.to_thread(make)
-        served = await asyncio.to_thread(describe, engine)
+        served = await asyncio.to_thread(describe, engine, self._address)
         for servicer in self._services.values():
             servicer.serve(served)
         self._model_name = served.info.name

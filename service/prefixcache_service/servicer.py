@@ -26,12 +26,13 @@ Responses = AsyncGenerator[pb.GenerateResponse, None]
 class Served:
     """A loaded model as the service sees it.
 
-    pieces: the bytes of each token, by id.
+    pieces: the bytes of each token, by id. address: where clients reach this very server, or empty.
     """
 
     edge: convert.Edge
     info: pb.GetModelInfoResponse
     pieces: tuple[bytes, ...]
+    address: str = ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; none beyond the tokenizer's ids."""
@@ -91,7 +92,7 @@ class Servicer:
         infos = await self._front.call(
             lambda call_id: caller.own(engine.ListSequences(call_id, salt))
         )
-        return render.sequences(cast(tuple[engine.SequenceInfo, ...], infos))
+        return render.sequences(cast(tuple[engine.SequenceInfo, ...], infos), self._model.address)
 
     async def release(self, request: pb.ReleaseRequest, caller: Tenant) -> pb.ReleaseResponse:
         """Give back sequences, all between the same two steps; raises NotFound if none is there."""
@@ -123,8 +124,9 @@ class Servicer:
         """Pin what is cached of a prompt."""
         edge = self._model.edge
         make = await self._off_loop(lambda: convert.pin(request, edge))
+        pin = await self._front.call(_owned(make, caller))
         return pb.PinPrefixResponse(
-            pin=render.pin(cast(engine.PinInfo, await self._front.call(_owned(make, caller))))
+            pin=render.pin(cast(engine.PinInfo, pin)), address=self._model.address
         )
 
     async def unpin_prefix(
@@ -181,10 +183,10 @@ class Servicer:
         return self._served
 
     async def _run(self, command: Request) -> Responses:
-        token_bytes = self._model.token_bytes
+        model = self._model
         async with aclosing(self._front.stream(command)) as events:
             async for event in events:
-                for response in render.responses(event, token_bytes):
+                for response in render.responses(event, model.token_bytes, model.address):
                     yield response
 
     async def _off_loop(self, work: Callable[[], T]) -> T:

@@ -99,8 +99,18 @@ def error_from(
     return _ERRORS.get(code, PrefixCacheError)(message)
 
 
-def error_from_call(error: Any) -> PrefixCacheError:
-    """The error that a failed call stands for: a grpc.RpcError of either client."""
+def error_from_call(error: Any, holder: str = "") -> PrefixCacheError:
+    """The error that a failed call stands for: a grpc.RpcError of either client.
+
+    holder: address of the one server that could answer; it is named where it does not.
+    """
+    found = _error_from_call(error)
+    if holder and isinstance(found, Unavailable):
+        return Unavailable(f"{holder}, which holds what was asked for: {found}", holder)
+    return found
+
+
+def _error_from_call(error: Any) -> PrefixCacheError:
     message = error.details() or ""
     if error.code() is grpc.StatusCode.UNAVAILABLE and ("onnect" in message or "resolv" in message):
         reason = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")

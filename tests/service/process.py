@@ -11,14 +11,15 @@ FAULTY = ("-m", "tests.service.harness")  # the same, and its engine has an inje
 class Process:
     """A server process; `port` is known once it is ready.
 
-    log: where standard error goes. It is killed where a `with` block is left before it has ended.
+    log: where standard error goes. within: a command that runs the server's as its last arguments.
+    It is killed where a `with` block is left before it has ended.
     """
 
     port = 0
 
-    def __init__(self, *flags, program=COMMAND, log=subprocess.PIPE, **environment):
+    def __init__(self, *flags, program=COMMAND, log=subprocess.PIPE, within=(), **environment):
         self.popen = subprocess.Popen(
-            [sys.executable, *program, "serve", "--http-port", "0", *flags],
+            [*within, sys.executable, *program, "serve", "--http-port", "0", *flags],
             stdin=subprocess.DEVNULL if program is COMMAND else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -33,15 +33,15 @@ KINDS = ("plain", "n", "beam", "fork")
 CLIENT = f"""
 import sys
 from prefixcache_service import Branch, Client
-from prefixcache_service.requests import Common, beam
+from prefixcache_service.requests import beam
 client = Client(sys.argv[1])
 options = dict(max_tokens={LONG}, ignore_eos=True)
 parent = client.generate({PROMPT}, max_tokens=4, keep_seconds=60)
-search = beam([7, 8, 9], Common(), 0.0, dict(num_beams=3, **options))
+search = beam([7, 8, 9], "", dict(num_beams=3, **options))
 calls = [
     client.stream([5, 6, 7], **options)._call,
     client.stream([6, 7, 8], n=3, **options)._call,
-    client._stub.Generate(search),
+    client._stream("Generate", search)._call,
     client.stream_fork([Branch(parent.sequence_id)] * 3, **options)._call,
 ]
 for call in calls:

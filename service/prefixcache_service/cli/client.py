@@ -284,8 +284,9 @@ def _console() -> Console:
 def _summary(output: Completion) -> str:
     kept = f", kept for {output.kept_seconds:.0f} s" if output.kept_seconds else ""
     score = "" if output.score is None else f", score {output.score:.4f}"
+    where = f"on {output.address}, " if output.address else ""
     return (
-        f"# {output.sequence_id}: {output.num_prompt_tokens} prompt tokens "
+        f"# {output.sequence_id}: {where}{output.num_prompt_tokens} prompt tokens "
         f"({output.num_cached_tokens} cached, {output.num_forked_tokens} forked), "
         f"{output.usage.completion_tokens} generated, {output.finish_reason}{score}{kept}"
     )

@@ -130,6 +130,13 @@ TlsClientCa = Annotated[
 AllowInsecure = Annotated[
     bool, flag("Let other machines connect without TLS, or without tokens.", "--allow-insecure")
 ]
+AdvertiseAddress = Annotated[
+    str | None,
+    flag(
+        "Where clients reach this very server behind a load balancer; port 0: the one it has.",
+        metavar="HOST:PORT",
+    ),
+]
 MetricsCompat = Annotated[
     Literal["none", "vllm"], flag("Add the names of vLLM to /metrics, for its dashboards.")
 ]
@@ -188,6 +195,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
     allow_insecure: AllowInsecure = False,
+    advertise_address: AdvertiseAddress = None,
     grace: Grace = 10.0,
     keepalive: Keepalive = 20.0,
     metrics_compat: MetricsCompat = "none",
@@ -228,6 +236,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
         tokens,
         _tls_files(tls_cert, tls_key, tls_client_ca),
         allow_insecure,
+        advertise_address,
     )
     _exit_at_once(
         asyncio.new_event_loop().run_until_complete(

@@ -229,7 +229,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., complete: _Optional[_Union[Complete, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("index", "token_ids", "text", "logprobs", "prompt_logprobs", "sequence_id", "stream_key", "num_prompt_tokens", "num_cached_tokens", "num_forked_tokens")
+    __slots__ = ("index", "token_ids", "text", "logprobs", "prompt_logprobs", "sequence_id", "stream_key", "num_prompt_tokens", "num_cached_tokens", "num_forked_tokens", "address")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,7 @@ class Chunk(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -250,7 +251,8 @@ class Chunk(_message.Message):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_forked_tokens: int
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., sequence_id: _Optional[str] = ..., stream_key: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_forked_tokens: _Optional[int] = ...) -> None: ...
+    address: str
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., sequence_id: _Optional[str] = ..., stream_key: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_forked_tokens: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "cached_tokens", "forked_tokens", "computed_tokens", "completion_tokens")
@@ -341,10 +343,12 @@ class ListSequencesRequest(_message.Message):
     def __init__(self, cache_salt: _Optional[str] = ...) -> None: ...
 
 class ListSequencesResponse(_message.Message):
-    __slots__ = ("sequences",)
+    __slots__ = ("sequences", "address")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceInfo]
-    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ...) -> None: ...
+    address: str
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
     __slots__ = ("sequence_id", "parent_sequence_id", "request_id", "state", "num_tokens", "fork_position", "own_blocks", "shared_blocks", "stream_key", "kept_seconds")
@@ -573,10 +577,12 @@ class Pin(_message.Message):
     def __init__(self, pin_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class PinPrefixResponse(_message.Message):
-    __slots__ = ("pin",)
+    __slots__ = ("pin", "address")
     PIN_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     pin: Pin
-    def __init__(self, pin: _Optional[_Union[Pin, _Mapping]] = ...) -> None: ...
+    address: str
+    def __init__(self, pin: _Optional[_Union[Pin, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class UnpinPrefixRequest(_message.Message):
     __slots__ = ("pin_id", "cache_salt")
