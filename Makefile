@@ -22,8 +22,8 @@ help:
 	@echo "make load      latency against offered rate, beside a peer's server"
 	@echo "make gpu-check what only a GPU can show (DEVICE=cpu: toy sizes, interpreted)"
 	@echo "make data      fetch the public traces that the simulator replays"
-	@echo "make check     format, lint, types, import rule, generated stubs"
-	@echo "make format    apply the format              make proto      generate the stubs"
+	@echo "make check     format, lint, types, import rule, the proto and what is made from it"
+	@echo "make format    apply the format              make proto      stubs and API reference"
 
 # The environment is made anew when the dependencies change.
 $(VENV)/installed: pyproject.toml
