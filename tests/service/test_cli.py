@@ -137,7 +137,9 @@ def test_serve_has_a_flag_for_each_setting_of_the_engine_with_the_same_default()
         assert parameters[field.name].default == field.default, field.name
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "fork", "beam", "tree", "stats", "pull"])
+@pytest.mark.parametrize(
+    "command", ["serve", "generate", "fork", "beam", "tree", "stats", "health", "pull"]
+)
 def test_help_is_complete(command):
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0

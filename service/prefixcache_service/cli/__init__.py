@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from prefixcache.errors import PrefixCacheError
-from prefixcache_service.cli import client, pull, serve, simulate, token, top
+from prefixcache_service.cli import client, health, pull, serve, simulate, token, top
 from prefixcache_service.cli.config import SETTINGS, flag
 
 app = typer.Typer(
@@ -39,6 +39,7 @@ app.command("fork", context_settings=SETTINGS)(client.fork)
 app.command("beam", context_settings=SETTINGS)(client.beam)
 app.command("tree", context_settings=SETTINGS)(client.tree)
 app.command("stats", context_settings=SETTINGS)(client.stats)
+app.command("health", context_settings=SETTINGS)(health.health)
 app.command("top", context_settings=SETTINGS)(top.top)
 app.command("simulate", context_settings=SETTINGS)(simulate.simulate)
 app.command("token", context_settings=SETTINGS)(token.token)
