@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from prefixcache_service.tls import TlsFiles
     from prefixcache_service.tracing import Tracing
 
+
 def _length(text: str) -> int | str:
     if text == "auto":
         return text
