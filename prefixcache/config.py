@@ -1,8 +1,9 @@
 """The engine's configuration: frozen, validated once, when it is made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prefixcache.errors import ConfigurationError
+from prefixcache.limits import Limits
 
 DEFAULT_MODEL = "smollm2"
 
@@ -43,6 +44,7 @@ class EngineConfig:
         weights quantise their input in groups of 32; faster, and other numbers than float32.
     num_threads: CPU threads of the model; None leaves it to torch.
     metrics_tenants: cache salts whose tokens are counted apart, the first so many; 0: none.
+    limits: what one request may ask.
     """
 
     model: str = DEFAULT_MODEL
@@ -71,6 +73,7 @@ class EngineConfig:
     activation_quantization: str | None = None
     num_threads: int | None = None
     metrics_tenants: int = 0
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype {self.dtype!r}")

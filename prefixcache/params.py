@@ -4,14 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prefixcache.errors import InvalidArgument
+from prefixcache.limits import DEFAULTS, Limits, flag
 
-MAX_N = 256
-MAX_BEAMS = 256
-MAX_LOGPROBS = 64
-MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 256
-MAX_LOGIT_BIAS = 1024
 MIN_TEMPERATURE = 1e-3
 UINT64_MAX = 2**64 - 1
 
@@ -19,6 +13,8 @@ UINT64_MAX = 2**64 - 1
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to draw tokens. Names and ranges are those of vLLM where the meaning is the same.
+
+    Where an upper end is one of `Limits`, its default is told.
 
     n: samples behind one prompt, 1 to 256. They share its prefill and its KV blocks.
     temperature: 0 (greedy) to 100; below 0.001 it is treated as 0.
@@ -69,10 +65,10 @@ class SamplingParams:
         """True where the most probable token is taken and no random number is drawn."""
         return self.temperature < MIN_TEMPERATURE
 
-    def validate(self, vocab_size: int, where: str = "sampling") -> None:
+    def validate(self, vocab_size: int, where: str = "sampling", limits: Limits = DEFAULTS) -> None:
         """Raise InvalidArgument naming `where.field` for the first value out of range."""
-        check = _Checker(where)
-        check.integer("n", self.n, 1, MAX_N)
+        check = _Checker(where, limits)
+        check.limited("n", self.n, 1)
         check.number("temperature", self.temperature, 0.0, 100.0)
         check.integer("top_k", self.top_k, -1, 2**31 - 1)
         check.number("top_p", self.top_p, 0.0, 1.0, above_low=True)
@@ -80,7 +76,7 @@ class SamplingParams:
         check.number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True)
         check.number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check.number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check.length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        check.length("logit_bias", len(self.logit_bias))
         for token, bias in self.logit_bias.items():
             check.integer("logit_bias", token, 0, vocab_size - 1)
             check.number("logit_bias", bias, -100.0, 100.0)
@@ -94,18 +90,18 @@ class SamplingParams:
         longest = 2**31 - 1 if self.max_tokens is None else self.max_tokens
         check.integer("min_tokens", self.min_tokens, 0, longest)
         check.require("stop", not isinstance(self.stop, str), "must be a list of strings")
-        check.length("stop", len(self.stop), MAX_STOP_STRINGS)
+        check.length("stop", len(self.stop))
         for text in self.stop:
             check.require("stop", text != "", "a stop string must not be empty")
-            check.length("stop", len(text), MAX_STOP_STRING_CHARS, "characters")
+            check.length("stop", len(text), "characters", limit="stop_chars")
             check.require("stop", _is_unicode(text), "holds a lone surrogate")
-        check.length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        check.length("stop_token_ids", len(self.stop_token_ids))
         for token in self.stop_token_ids:
             check.integer("stop_token_ids", token, 0, vocab_size - 1)
         if self.logprobs is not None:
-            check.integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check.limited("logprobs", self.logprobs, 0)
         if self.prompt_logprobs is not None:
-            check.integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+            check.limited("prompt_logprobs", self.prompt_logprobs, 0, limit="logprobs")
         if self.max_tokens == 0:
             check.require("n", self.n == 1, "with max_tokens = 0 nothing is sampled; n must be 1")
 
@@ -150,10 +146,12 @@ class BeamSearchParams:
         """Beams of a group."""
         return self.num_beams // self.num_beam_groups
 
-    def validate(self, vocab_size: int, where: str = "beam_search") -> None:
+    def validate(
+        self, vocab_size: int, where: str = "beam_search", limits: Limits = DEFAULTS
+    ) -> None:
         """Raise InvalidArgument naming `where.field` for the first value out of range."""
-        check = _Checker(where)
-        check.integer("num_beams", self.num_beams, 1, MAX_BEAMS)
+        check = _Checker(where, limits)
+        check.limited("num_beams", self.num_beams, 1)
         check.integer("num_return_sequences", self.num_return_sequences, 1, self.num_beams)
         check.integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         check.number("length_penalty", self.length_penalty, -10.0, 10.0)
@@ -171,7 +169,7 @@ class BeamSearchParams:
         )
         allowed = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         check.require("early_stopping", allowed, 'must be true, false or "never"')
-        self.as_sampling().validate(vocab_size, where)
+        self.as_sampling().validate(vocab_size, where, limits)
 
     def as_sampling(self) -> SamplingParams:
         """What each beam has in common with a greedy sample: limits, stops, penalties."""
@@ -189,10 +187,14 @@ class BeamSearchParams:
 
 
 class _Checker:
-    """Range checks that name the field; NaN fails each of them."""
+    """Range checks that name the field; NaN fails each of them.
 
-    def __init__(self, where: str) -> None:
+    limit: of the table, where it has another name than the field.
+    """
+
+    def __init__(self, where: str, limits: Limits) -> None:
         self._where = where
+        self._limits = limits
 
     def require(self, name: str, ok: bool, message: str) -> None:
         if not ok:
@@ -201,6 +203,15 @@ class _Checker:
     def integer(self, name: str, value: int, low: int, high: int) -> None:
         ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
         self.require(name, ok, f"must be a whole number from {low} to {high}, not {value!r}")
+
+    def limited(self, name: str, value: int, low: int, *, limit: str = "") -> None:
+        most: int = getattr(self._limits, limit or name)
+        ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= most
+        self.require(
+            name,
+            ok,
+            f"must be a whole number from {low} to {most} {flag(limit or name)}, not {value!r}",
+        )
 
     def number(
         self, name: str, value: float, low: float, high: float, *, above_low: bool = False
@@ -211,8 +222,13 @@ class _Checker:
         bracket = "(" if above_low else "["
         self.require(name, ok, f"must be a number in {bracket}{low:g}, {high:g}], not {value!r}")
 
-    def length(self, name: str, count: int, limit: int, what: str = "entries") -> None:
-        self.require(name, count <= limit, f"has {count} {what}; at most {limit} are allowed")
+    def length(self, name: str, count: int, what: str = "entries", *, limit: str = "") -> None:
+        most = getattr(self._limits, limit or name)
+        self.require(
+            name,
+            count <= most,
+            f"has {count} {what}; at most {most} are allowed {flag(limit or name)}",
+        )
 
 
 def _is_unicode(text: str) -> bool:

@@ -254,6 +254,7 @@ def _stats(engine: "Engine") -> CacheStats:
         size_curve=metrics.cache.size_curve(),
         histograms=metrics.histograms(),
         tenants=metrics.tenants(),
+        extra=engine.observers.figures(),
     )
 
 

@@ -181,7 +181,7 @@ class Engine:
         waiting = self.scheduler.waiting
         if len(waiting) >= longest and sum(g.tenant == tenant for g in waiting) >= longest:
             raise ResourceExhausted(
-                f"the queue is full: {longest} requests wait already (max_queue)", RETRY_SECONDS
+                f"the queue is full: {longest} requests wait already (--max-queue)", RETRY_SECONDS
             )
 
     def _check_leases(self, group: SequenceGroup) -> None:
@@ -190,7 +190,7 @@ class Engine:
         if asked and promised + asked > self.config.max_leases:
             raise ResourceExhausted(
                 f"the {asked} sequences of this request cannot be kept now: at most "
-                f"{self.config.max_leases} are kept at once (max_leases)",
+                f"{self.config.max_leases} are kept at once (--max-leases)",
                 RETRY_SECONDS if asked <= self.config.max_leases else None,
             )
 

@@ -368,7 +368,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The whole request ended in an error, perhaps before it began."""
+    """The whole request ended in an error, perhaps before it began.
+
+    AlreadyExists is about a second request of the name: the first one goes on.
+    """
 
     request_id: str
     error: PrefixCacheError
@@ -501,6 +504,7 @@ class CacheStats:
     misses: computed tokens by MissCause; all causes are there, and they add up to computed_tokens.
     finish_reasons: sequences that ended, by FinishReason; all reasons are there.
     tenants: only where the configuration asks for them.
+    extra: what observers tell of themselves: recording_failed, of `serve --record`.
     """
 
     block_size: int

@@ -4,6 +4,8 @@ Watching is wrapped around the engine, not written into it: each watcher is one 
 engine does not know what they do. Changes of the cache are told by `cache.events` instead.
 """
 
+from collections.abc import Mapping
+
 from prefixcache.engine.messages import FinishReason
 from prefixcache.engine.sequence import Sequence, SequenceGroup
 from prefixcache.errors import PrefixCacheError
@@ -52,6 +54,10 @@ class EngineObserver:
     def stepped(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step has been run: its sequences, their tokens, and the wall time it took."""
 
+    def figures(self) -> Mapping[str, float]:
+        """What it has to tell of itself, for `CacheStats.extra`."""
+        return {}
+
 
 class Observers(EngineObserver):
     """Several observers as one; they are told in the order in which they were added."""
@@ -99,3 +105,7 @@ class Observers(EngineObserver):
         """Pass on."""
         for member in self._members:
             member.stepped(num_rows, num_tokens, seconds)
+
+    def figures(self) -> Mapping[str, float]:
+        """All of theirs."""
+        return {name: value for m in self._members for name, value in m.figures().items()}

@@ -15,6 +15,7 @@ Digests, and those that stand for salts and sequence ids, are keyed BLAKE2b. The
 each run of the server, never written, and so nobody can try out prompts against the file.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -51,7 +52,9 @@ class _Live:
 
 
 class Recorder(EngineObserver):
-    """Appends to a file. A write that fails ends the recording and is logged, once.
+    """Appends to a file. A write that fails ends the recording, and is logged once.
+
+    The file then ends with the last whole line. `recording_failed` in the stats tells of it.
 
     clock: monotonic, seconds.
     """
@@ -62,6 +65,7 @@ class Recorder(EngineObserver):
         self._started = clock()
         self._key = secrets.token_bytes(32)
         self._block_size = 0
+        self._size = _size(file)
         self._live: dict[str, _Live] = {}
 
     def begin(self, block_size: int, num_blocks: int) -> None:
@@ -114,6 +118,10 @@ class Recorder(EngineObserver):
         if error is not None:
             record["error"] = type(error).__name__
         self._write(record)
+
+    def figures(self) -> dict[str, float]:
+        """Whether it goes on."""
+        return {"recording_failed": float(self._file is None)}
 
     # ------------------------------------------------------------ one sequence
 
@@ -192,10 +200,30 @@ class Recorder(EngineObserver):
         try:
             self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
             self._file.flush()
+            self._size = _size(self._file)
         except (OSError, ValueError) as error:  # ValueError: the file was closed
             logger.error("recording has stopped: %s", error)
+            _end(self._file, self._size)
             self._file = None
             self._live.clear()
+
+
+def _size(file: TextIO) -> int:
+    try:
+        return os.fstat(file.fileno()).st_size
+    except (OSError, ValueError):  # it is not one of the system's
+        return 0
+
+
+def _end(file: TextIO, size: int) -> None:
+    """Close a file that cannot be written; what there is of a line behind `size` bytes goes."""
+    with contextlib.suppress(OSError, ValueError):
+        handle = os.dup(file.fileno())
+        with contextlib.suppress(OSError):
+            file.close()  # which tries to write once more
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, size)
+        os.close(handle)
 
 
 def open_record(path: Path) -> TextIO:

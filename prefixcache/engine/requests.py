@@ -186,7 +186,7 @@ class RequestBuilder:
         self, command: Generate, params: BeamSearchParams, tokens: Tokens, arrival: int
     ) -> SequenceGroup:
         """A prompt to be searched: its sequence becomes the first beam."""
-        params.validate(self._tokenizer.vocab_size)
+        params.validate(self._tokenizer.vocab_size, limits=self._config.limits)
         self._check(tokens, params.as_sampling(), "beam_search")
         sampling = params.as_sampling()
         key = self._key(sampling, arrival)
@@ -292,7 +292,7 @@ class RequestBuilder:
         return ids.astype(np.uint32)
 
     def _check(self, tokens: Tokens, params: SamplingParams, where: str) -> None:
-        params.validate(self._tokenizer.vocab_size, where)
+        params.validate(self._tokenizer.vocab_size, where, self._config.limits)
         longest = self._max_model_len
         needs_room = params.max_tokens != 0
         if len(tokens) + needs_room > longest:

@@ -25,8 +25,8 @@ from prefixcache.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from prefixcache.limits import DEFAULTS, Limits, flag
 from prefixcache_service import log, strict
-from prefixcache_service.limits import MAX_OPEN_CALLS
 from prefixcache_service.status import details_of, shortened, status_of
 from prefixcache_service.tenants import EVERYBODY, Tenant, Tenants
 from prefixcache_service.v1 import prefixcache_pb2 as pb
@@ -56,11 +56,12 @@ class Context(Protocol):
 class Calls:
     """All calls of all services. They are refused until `open`, and again after `close`.
 
-    tenants: who may call; None lets everybody in.
+    tenants: who may call; None lets everybody in. limits: how many calls may be open.
     """
 
-    def __init__(self, tenants: Tenants | None = None) -> None:
+    def __init__(self, tenants: Tenants | None = None, limits: Limits = DEFAULTS) -> None:
         self._tenants = tenants
+        self._limits = limits
         self._open_calls: Counter[str] = Counter()
         self._refusal: str | None = "the model is still loading; see grpc.health.v1"
         self._active = 0
@@ -142,9 +143,16 @@ class Calls:
 
     @contextmanager
     def _one_more_of(self, caller: Tenant) -> Iterator[None]:
-        """Count the open calls of a tenant; raises ResourceExhausted where it has too many."""
-        if self._open_calls[caller.name] >= MAX_OPEN_CALLS:
-            raise ResourceExhausted(f"you have {MAX_OPEN_CALLS} calls open, the most at once", 1.0)
+        """Count the open calls, of all and of a tenant; raises ResourceExhausted beyond a limit."""
+        most, most_of_one = self._limits.open_calls, self._limits.tenant_calls
+        if self._open_calls.total() >= most:
+            raise ResourceExhausted(
+                f"this server has at most {most} calls open at once {flag('open_calls')}", 1.0
+            )
+        if self._tenants is not None and self._open_calls[caller.name] >= most_of_one:
+            raise ResourceExhausted(
+                f"you have {most_of_one} calls open, the most at once {flag('tenant_calls')}", 1.0
+            )
         self._open_calls[caller.name] += 1
         try:
             yield

@@ -1,8 +1,8 @@
 """Requests of the wire to commands of the engine: all validation at the edge.
 
-Owns the limits of requests and the names of fields in errors. Pure: touches neither network nor
-engine, and may run on any thread. What only the engine can know (is the sequence there, does it
-fit the pool) is left to it. `render` is the other direction.
+Owns the names of fields in errors; the numbers are `prefixcache.limits`. Pure: touches neither
+network nor engine, and may run on any thread. What only the engine can know (is the sequence there,
+does it fit the pool) is left to it. `render` is the other direction.
 """
 
 import hashlib
@@ -14,17 +14,9 @@ from typing import Any, Protocol, TypeVar
 
 from prefixcache.engine import messages as engine
 from prefixcache.errors import InvalidArgument, ResourceExhausted
-from prefixcache.params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from prefixcache.limits import Limits, flag
+from prefixcache.params import BeamSearchParams, SamplingParams
 from prefixcache_service.v1 import prefixcache_pb2 as pb
-
-MAX_BRANCHES = 256
-MAX_CONTINUATIONS = 256
-MAX_SCORED = 500_000
-"""Log-probabilities in one Score's reply, which is one message: some 60 bytes are left for each."""
-MAX_RELEASED = 1024
-MAX_CHAT_MESSAGES = 4096
-MAX_REQUEST_ID_CHARS = 128
-MAX_SALT_CHARS = 256
 
 _EARLY_STOPPING: dict[int, bool | str] = {
     pb.EARLY_STOPPING_UNSPECIFIED: False,
@@ -72,6 +64,7 @@ class Edge:
     max_num_seqs: int
     max_keep_seconds: float
     longest_token: int
+    limits: Limits
 
 
 # ---------------------------------------------------------------- commands
@@ -84,16 +77,15 @@ def generate(request: pb.GenerateRequest, edge: Edge) -> engine.Generate:
     if request.WhichOneof("decoding") == "beam_search":
         params = beam_search_params(request.beam_search, "beam_search", edge)
         _require_length(len(token_ids), params, "beam_search", edge)
-        if params.num_beams > edge.max_num_seqs:
-            raise ResourceExhausted(_too_many_at_once(params.num_beams, "beams", edge))
+        _require_at_once("beam_search.num_beams", params.num_beams, edge)
     else:
         params = sampling_params(request.sampling, "sampling", edge)
         check_size(len(token_ids), params, "sampling", edge)
     return engine.Generate(
-        request_id=request_id(request.request_id, request.cache_salt),
+        request_id=request_id(request.request_id, request.cache_salt, edge),
         prompt_token_ids=token_ids,
         params=params,
-        cache_salt=salt(request.cache_salt),
+        cache_salt=salt(request.cache_salt, edge),
         priority=request.priority,
         keep_seconds=_keep_seconds("keep_seconds", request.keep_seconds, edge),
     )
@@ -101,16 +93,15 @@ def generate(request: pb.GenerateRequest, edge: Edge) -> engine.Generate:
 
 def fork(request: pb.ForkRequest, edge: Edge) -> engine.Fork:
     """The command of a ForkRequest; raises InvalidArgument, ResourceExhausted."""
-    _require_count("branches", len(request.branches), MAX_BRANCHES)
-    if len(request.branches) > edge.max_num_seqs:
-        raise ResourceExhausted(_too_many_at_once(len(request.branches), "branches", edge))
+    _require_count("branches", len(request.branches), edge)
+    _require_at_once("branches", len(request.branches), edge)
     return engine.Fork(
-        request_id=request_id(request.request_id, request.cache_salt),
+        request_id=request_id(request.request_id, request.cache_salt, edge),
         branches=tuple(
             _branch(branch, f"branches[{index}]", request, edge)
             for index, branch in enumerate(request.branches)
         ),
-        cache_salt=salt(request.cache_salt),
+        cache_salt=salt(request.cache_salt, edge),
         priority=request.priority,
     )
 
@@ -148,13 +139,12 @@ def _branch(
 def score(request: pb.ScoreRequest, edge: Edge) -> engine.Score:
     """The command of a ScoreRequest; raises InvalidArgument."""
     prefix = prompt_ids(request, "prefix", edge)
-    _require_count("continuations", len(request.continuations), MAX_CONTINUATIONS)
-    if len(request.continuations) > edge.max_num_seqs:
-        raise ResourceExhausted(
-            _too_many_at_once(len(request.continuations), "continuations", edge)
+    _require_count("continuations", len(request.continuations), edge)
+    _require_at_once("continuations", len(request.continuations), edge)
+    if not 0 <= request.top_logprobs <= edge.limits.logprobs:
+        raise InvalidArgument(
+            "top_logprobs", f"must be from 0 to {edge.limits.logprobs} {flag('logprobs')}"
         )
-    if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
-        raise InvalidArgument("top_logprobs", f"must be from 0 to {MAX_LOGPROBS}")
     continuations = []
     for index, message in enumerate(request.continuations):
         where = f"continuations[{index}]"
@@ -165,26 +155,26 @@ def score(request: pb.ScoreRequest, edge: Edge) -> engine.Score:
             raise InvalidArgument(where, _too_long(len(prefix), len(ids), edge))
         continuations.append(ids)
     asked = sum(map(len, continuations)) * (1 + request.top_logprobs)
-    if asked > MAX_SCORED:
+    if asked > edge.limits.score_logprobs:
         raise InvalidArgument(
             "continuations",
             f"have {asked} log-probabilities in all, their top ones included; at most "
-            f"{MAX_SCORED} go into one reply",
+            f"{edge.limits.score_logprobs} go into one reply {flag('score_logprobs')}",
         )
     return engine.Score(
-        request_id=request_id(request.request_id, request.cache_salt),
+        request_id=request_id(request.request_id, request.cache_salt, edge),
         prefix_token_ids=prefix,
         continuations=tuple(continuations),
-        cache_salt=salt(request.cache_salt),
+        cache_salt=salt(request.cache_salt, edge),
         priority=request.priority,
         top_logprobs=request.top_logprobs,
     )
 
 
-def release(request: pb.ReleaseRequest) -> list[Callable[[str], engine.Release]]:
+def release(request: pb.ReleaseRequest, edge: Edge) -> list[Callable[[str], engine.Release]]:
     """The commands of a ReleaseRequest, one a sequence, but for their call ids."""
-    _require_count("sequence_ids", len(request.sequence_ids), MAX_RELEASED)
-    cache_salt = salt(request.cache_salt)
+    _require_count("sequence_ids", len(request.sequence_ids), edge)
+    cache_salt = salt(request.cache_salt, edge)
     return [
         partial(
             engine.Release,
@@ -201,23 +191,24 @@ def pin(request: pb.PinPrefixRequest, edge: Edge) -> Callable[[str], engine.PinP
     if not 0 < request.seconds <= edge.max_keep_seconds:  # NaN fails too
         raise InvalidArgument(
             "seconds",
-            f"must be above 0 and at most {edge.max_keep_seconds:g}, not {request.seconds}",
+            f"must be above 0 and at most {edge.max_keep_seconds:g} (--max-keep-seconds), not "
+            f"{request.seconds}",
         )
     token_ids = prompt_ids(request, "prompt", edge)
-    cache_salt = salt(request.cache_salt)
+    cache_salt = salt(request.cache_salt, edge)
     return lambda call_id: engine.PinPrefix(call_id, token_ids, request.seconds, cache_salt)
 
 
-def unpin(request: pb.UnpinPrefixRequest, call_id: str) -> engine.UnpinPrefix:
+def unpin(request: pb.UnpinPrefixRequest, call_id: str, edge: Edge) -> engine.UnpinPrefix:
     """The command of an UnpinPrefixRequest."""
     if not request.pin_id:
         raise InvalidArgument("pin_id", "must not be empty")
-    return engine.UnpinPrefix(call_id, request.pin_id, salt(request.cache_salt))
+    return engine.UnpinPrefix(call_id, request.pin_id, salt(request.cache_salt, edge))
 
 
-def flush(request: pb.FlushCacheRequest, call_id: str) -> engine.FlushCache:
+def flush(request: pb.FlushCacheRequest, call_id: str, edge: Edge) -> engine.FlushCache:
     """The command of a FlushCacheRequest."""
-    chosen = salt(request.cache_salt) if request.HasField("cache_salt") else None
+    chosen = salt(request.cache_salt, edge) if request.HasField("cache_salt") else None
     return engine.FlushCache(call_id, chosen)
 
 
@@ -246,17 +237,14 @@ def prompt_ids(request: PromptMessage, oneof: str, edge: Edge) -> engine.TokenId
         assert not isinstance(request, pb.TokenizeRequest)
         ids = checked_ids(request.token_ids.ids, "token_ids", edge)
     if len(ids) > edge.max_model_len:
-        raise InvalidArgument(
-            kind, f"has {len(ids)} tokens; the longest sequence is {edge.max_model_len}"
-        )
+        raise InvalidArgument(kind, f"has {len(ids)} tokens; {_longest(edge)}")
     return ids
 
 
 def check_size(num_prompt: int, params: SamplingParams, where: str, edge: Edge) -> None:
     """Refuse what exceeds the longest sequence, or the most that run at once."""
     _require_length(num_prompt, params, where, edge)
-    if params.n > edge.max_num_seqs:
-        raise ResourceExhausted(_too_many_at_once(params.n, "samples", edge))
+    _require_at_once(f"{where}.n", params.n, edge)
 
 
 def detokenize_ids(request: pb.DetokenizeRequest, edge: Edge) -> engine.TokenIds:
@@ -269,7 +257,7 @@ def detokenize_ids(request: pb.DetokenizeRequest, edge: Edge) -> engine.TokenIds
 def sampling_params(message: pb.SamplingParams, where: str, edge: Edge) -> SamplingParams:
     """The parameters of a message, checked; raises InvalidArgument naming `where.field`."""
     params = SamplingParams(**{"max_tokens": None, **_given(message)})
-    params.validate(edge.vocab_size, where)
+    params.validate(edge.vocab_size, where, edge.limits)
     return params
 
 
@@ -281,7 +269,7 @@ def beam_search_params(message: pb.BeamSearchParams, where: str, edge: Edge) -> 
         )
     early = _EARLY_STOPPING[message.early_stopping]
     params = BeamSearchParams(**{"num_beams": 0, **_given(message), "early_stopping": early})
-    params.validate(edge.vocab_size, where)
+    params.validate(edge.vocab_size, where, edge.limits)
     return params
 
 
@@ -296,21 +284,26 @@ def _given(message: pb.SamplingParams | pb.BeamSearchParams) -> dict[str, Any]:
     }
 
 
-def request_id(name: str, cache_salt: str) -> str:
+def request_id(name: str, cache_salt: str, edge: Edge) -> str:
     """The engine's id of a request: unique among tenants, since each has a part of its own."""
-    if len(name) > MAX_REQUEST_ID_CHARS or not name.isprintable():
+    most = edge.limits.request_id_chars
+    if len(name) > most or not name.isprintable():
         raise InvalidArgument(
-            "request_id", f"must be at most {MAX_REQUEST_ID_CHARS} printable characters"
+            "request_id",
+            f"must be at most {most} printable characters {flag('request_id_chars')}",
         )
     tenant = hashlib.blake2b(cache_salt.encode(), digest_size=8).hexdigest()
     return f"{tenant}/{name}"
 
 
-def salt(cache_salt: str) -> str:
+def salt(cache_salt: str, edge: Edge) -> str:
     """A checked cache salt."""
-    if len(cache_salt) > MAX_SALT_CHARS:
+    most = edge.limits.cache_salt_chars
+    if len(cache_salt) > most:
         raise InvalidArgument(
-            "cache_salt", f"has {len(cache_salt)} characters; at most {MAX_SALT_CHARS} are allowed"
+            "cache_salt",
+            f"has {len(cache_salt)} characters; at most {most} are allowed "
+            f"{flag('cache_salt_chars')}",
         )
     return cache_salt
 
@@ -337,7 +330,8 @@ def encode(text: str, where: str, edge: Edge, *, special: bool) -> engine.TokenI
     if len(text) > limit:
         raise InvalidArgument(
             where,
-            f"has {len(text)} characters, which is more than {edge.max_model_len} tokens can hold",
+            f"has {len(text)} characters, which is more than {edge.max_model_len} tokens can hold, "
+            "the longest sequence (--max-model-len)",
         )
     ids = tuple(edge.tokenizer.encode(text, add_special_tokens=special, field=where))
     if not ids:
@@ -350,9 +344,7 @@ def checked_ids(ids: Sequence[int], where: str, edge: Edge) -> engine.TokenIds:
     if not ids:
         raise InvalidArgument(where, "must not be empty")
     if len(ids) > edge.max_model_len:
-        raise InvalidArgument(
-            where, f"has {len(ids)} tokens; the longest sequence is {edge.max_model_len}"
-        )
+        raise InvalidArgument(where, f"has {len(ids)} tokens; {_longest(edge)}")
     if (highest := max(ids)) >= edge.vocab_size:
         raise InvalidArgument(
             where, f"token id {highest} is outside the vocabulary of {edge.vocab_size}"
@@ -361,7 +353,7 @@ def checked_ids(ids: Sequence[int], where: str, edge: Edge) -> engine.TokenIds:
 
 
 def _chat_text(chat: pb.ChatPrompt, edge: Edge) -> str:
-    _require_count("chat.messages", len(chat.messages), MAX_CHAT_MESSAGES)
+    _require_count("chat.messages", len(chat.messages), edge, limit="chat_messages")
     for index, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidArgument(f"chat.messages[{index}].role", "must not be empty")
@@ -375,14 +367,28 @@ def _chat_text(chat: pb.ChatPrompt, edge: Edge) -> str:
 def _keep_seconds(where: str, seconds: float, edge: Edge) -> float:
     if not (math.isfinite(seconds) and 0 <= seconds <= edge.max_keep_seconds):
         raise InvalidArgument(
-            where, f"must be from 0 to {edge.max_keep_seconds:g} seconds, not {seconds}"
+            where,
+            f"must be from 0 to {edge.max_keep_seconds:g} seconds (--max-keep-seconds), not "
+            f"{seconds}",
         )
     return seconds
 
 
-def _require_count(where: str, count: int, limit: int) -> None:
-    if not 1 <= count <= limit:
-        raise InvalidArgument(where, f"has {count} entries; from 1 to {limit} are allowed")
+def _require_count(where: str, count: int, edge: Edge, *, limit: str = "") -> None:
+    most = getattr(edge.limits, limit or where)
+    if not 1 <= count <= most:
+        raise InvalidArgument(
+            where, f"has {count} entries; from 1 to {most} are allowed {flag(limit or where)}"
+        )
+
+
+def _require_at_once(where: str, count: int, edge: Edge) -> None:
+    """Refuse what can never run, since a request runs all of it at once."""
+    if count > edge.max_num_seqs:
+        raise ResourceExhausted(
+            f"{where}: {count} are asked for, but at most {edge.max_num_seqs} sequences run at "
+            "once (--max-num-seqs)"
+        )
 
 
 def _require_length(
@@ -395,8 +401,8 @@ def _require_length(
 
 
 def _too_long(known: int, more: int, edge: Edge) -> str:
-    return f"{known} + {more} = {known + more} tokens; the longest sequence is {edge.max_model_len}"
+    return f"{known} + {more} = {known + more} tokens; {_longest(edge)}"
 
 
-def _too_many_at_once(count: int, what: str, edge: Edge) -> str:
-    return f"{count} {what}, but at most {edge.max_num_seqs} sequences run at once (--max-num-seqs)"
+def _longest(edge: Edge) -> str:
+    return f"the longest sequence is {edge.max_model_len} (--max-model-len)"

@@ -1,5 +1,6 @@
 """What the service tells and checks of a loaded engine. Reads it, never runs it."""
 
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ def describe(engine: "Engine", address: str = "") -> Served:
         max_num_seqs=config.max_num_seqs,
         max_keep_seconds=config.max_keep_seconds,
         longest_token=max(map(len, pieces)),
+        limits=config.limits,
     )
     info = pb.GetModelInfoResponse(
         name=engine.model_name,
@@ -38,5 +40,10 @@ def describe(engine: "Engine", address: str = "") -> Served:
         enable_prefix_caching=config.enable_prefix_caching,
         eos_token_ids=model.eos_token_ids,
         version=version("prefixcache"),
+        limits={
+            **asdict(config.limits),
+            "max_queue": config.max_queue,
+            "max_leases": config.max_leases,
+        },
     )
     return Served(edge=edge, info=info, pieces=pieces, address=address)

@@ -30,6 +30,7 @@ from prefixcache.engine.messages import (
     num_indexes,
 )
 from prefixcache.errors import AlreadyExists, PrefixCacheError, Unavailable
+from prefixcache.limits import DEFAULTS
 from prefixcache_service.mailbox import CacheEventBox, Mailbox, Progress
 
 Request = Generate | Fork | Score
@@ -43,9 +44,13 @@ class Submits(Protocol):
 
 
 class AsyncFront:
-    """Asyncio's side of an engine loop. Use it on the loop that made it, `deliver` excepted."""
+    """Asyncio's side of an engine loop. Use it on the loop that made it, `deliver` excepted.
 
-    def __init__(self) -> None:
+    waiting_events: of the cache, for each watcher.
+    """
+
+    def __init__(self, waiting_events: int = DEFAULTS.waiting_events) -> None:
+        self._waiting_events = waiting_events
         self._loop = asyncio.get_running_loop()
         self._engine: Submits | None = None
         self._numbers = itertools.count(1)
@@ -123,7 +128,7 @@ class AsyncFront:
         Raises FailedPrecondition where the backlog does not reach back so far, ResourceExhausted,
         saying where to resume, where the reader falls far behind.
         """
-        box = CacheEventBox()
+        box = CacheEventBox(self._waiting_events)
         subscribed: list[str] = []
 
         def command(call_id: str) -> SubscribeEvents:

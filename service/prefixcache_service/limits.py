@@ -1,5 +1,7 @@
 """What both ends of a channel must agree on."""
 
+from prefixcache.limits import MAX_MESSAGE_BYTES
+
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 50052
@@ -12,16 +14,17 @@ def target_of(server: str) -> str:
     return f"{server}:{DEFAULT_PORT}" if bare else server
 
 
-MAX_MESSAGE_BYTES = 32 * 1024 * 1024
-MAX_OPEN_CALLS = 4096
-"""Of one tenant, over all its connections; of everybody, where there are no tenants."""
+def server_options(request_bytes: int) -> tuple[tuple[str, int], ...]:
+    """Of a server's channels; request_bytes: the longest request that it takes."""
+    return (
+        ("grpc.max_receive_message_length", request_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    )
 
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-)
+
 CLIENT_OPTIONS = (
-    *CHANNEL_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),  # the server says what is too long
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )

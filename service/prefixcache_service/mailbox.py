@@ -16,9 +16,9 @@ from prefixcache.engine.messages import (
     TokenLogprobs,
 )
 from prefixcache.errors import PrefixCacheError, ResourceExhausted
+from prefixcache.limits import flag
 
-MAX_MERGED_TOKENS = 1024  # keeps a message with 64 log-probabilities a token far below 32 MiB
-MAX_WAITING_CACHE_EVENTS = 65_536
+MAX_MERGED_TOKENS = 1024  # keeps a message with log-probabilities for each token below 32 MiB
 
 Progress = Started | Output | Finished
 
@@ -107,9 +107,10 @@ class _Merged:
 
 
 class CacheEventBox:
-    """The cache's events on their way to one watcher."""
+    """The cache's events on their way to one watcher, for whom at most so many wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._waiting: list[CacheEvent] = []
         self._error: PrefixCacheError | None = None
         self._arrived = asyncio.Event()
@@ -118,11 +119,11 @@ class CacheEventBox:
         """Add a batch, or give up where too many wait."""
         if self._error is not None or not events:
             return
-        if len(self._waiting) + len(events) > MAX_WAITING_CACHE_EVENTS:
+        if len(self._waiting) + len(events) > self._most:
             last = self._waiting[0].number - 1 if self._waiting else events[0].number - 1
             self._waiting.clear()
             self._error = ResourceExhausted(
-                f"more than {MAX_WAITING_CACHE_EVENTS} events wait: read faster, "
+                f"more than {self._most} events wait {flag('waiting_events')}: read faster, "
                 f"and resume with after = {last}"
             )
         self._waiting.extend(() if self._error else events)

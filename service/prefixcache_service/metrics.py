@@ -32,6 +32,10 @@ _GAUGES: dict[str, tuple[str, Value]] = {
     "block_size_bytes": ("Memory of a block", lambda s: s.bytes_per_block),
     "sequences_preempted": ("Waiting sequences that gave way", lambda s: s.sequences_preempted),
     "same_bits": ("1 where results depend on nothing else, to the bit", lambda s: s.same_bits),
+    "recording_failed": (
+        "1 where the file of --record could not be written",
+        lambda s: s.extra.get("recording_failed", 0),
+    ),
 }
 
 _LABELLED_GAUGES: dict[str, tuple[str, str, Values]] = {

@@ -5,7 +5,7 @@ in their form.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -200,7 +200,10 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model and the limits of a server; see GetModelInfoResponse."""
+    """The model and the limits of a server; see GetModelInfoResponse.
+
+    limits: by name, as docs/api.md lists them.
+    """
 
     name: str
     architecture: str
@@ -213,6 +216,7 @@ class ModelInfo:
     enable_prefix_caching: bool
     eos_token_ids: tuple[int, ...]
     version: str
+    limits: Mapping[str, int]
 
 
 def usage(message: pb.Usage) -> Usage:
@@ -328,6 +332,7 @@ def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
     """The model card; the fields have the same names on both sides."""
     values = {name: getattr(response, name) for name in ModelInfo.__dataclass_fields__}
     values["eos_token_ids"] = tuple(response.eos_token_ids)
+    values["limits"] = dict(response.limits)
     return ModelInfo(**values)
 
 

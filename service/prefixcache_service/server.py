@@ -20,22 +20,23 @@ from grpc_reflection.v1alpha import reflection
 
 from prefixcache.engine.messages import CacheStats, SetTenants
 from prefixcache.errors import ConfigurationError, Unavailable
+from prefixcache.limits import Limits
 from prefixcache_service import gateway, http, log
 from prefixcache_service.api import Access, Dashboard
 from prefixcache_service.calls import SERVICE, Calls
 from prefixcache_service.describe import describe
 from prefixcache_service.front import AsyncFront
 from prefixcache_service.limits import (
-    CHANNEL_OPTIONS,
     DEFAULT_HOST,
     DEFAULT_HTTP_PORT,
     DEFAULT_PORT,
+    server_options,
 )
 from prefixcache_service.metrics import Compat, render_metrics
 from prefixcache_service.ports import address, advertised, listen
 from prefixcache_service.servicer import Servicer
 from prefixcache_service.tenants import Tenants
-from prefixcache_service.tls import TlsFiles, check_exposure
+from prefixcache_service.tls import Certificates, TlsFiles, check_exposure
 from prefixcache_service.web import WebServer
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class ServerConfig:
     allow_insecure: let other machines connect without TLS, or without tokens.
     advertise_address: host:port under which clients reach this very server, also behind a load
         balancer; its port 0 stands for the one that is listened on. None tells them nothing.
+    limits: of calls and messages; those of what is in a request are the engine's.
     """
 
     host: str = DEFAULT_HOST
@@ -81,6 +83,7 @@ class ServerConfig:
     tls: TlsFiles | None = None
     allow_insecure: bool = False
     advertise_address: str | None = None
+    limits: Limits = field(default_factory=Limits)
 
     def keepalive_options(self) -> tuple[tuple[str, int], ...]:
         """As gRPC names them."""
@@ -98,15 +101,16 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._front = AsyncFront()
+        self._front = AsyncFront(config.limits.waiting_events)
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize")
         self._servicer = Servicer(self._front, self._threads)
         self._tenants = None if config.tokens is None else Tenants(config.tokens)
         self._services = {SERVICE: self._servicer, **gateway.services(self._front, self._threads)}
-        self._calls = Calls(self._tenants)
+        self._calls = Calls(self._tenants, config.limits)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving = False
-        options = (*CHANNEL_OPTIONS, *_SERVER_OPTIONS, *config.keepalive_options())
+        sizes = server_options(config.limits.message_bytes)
+        options = (*sizes, *_SERVER_OPTIONS, *config.keepalive_options())
         self._grpc = grpc.aio.server(options=options)
         self._dashboard = Dashboard(self._front.call, self._threads, config.access)
         self._web = WebServer(
@@ -148,10 +152,11 @@ class Server:
         own = [service.full_name for service in self._services]
         names = (*own, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
+        tls = None if where.tls is None else Certificates(where.tls)
         if where.http_port is not None:
-            self.http_port = await self._web.open(where.http_host, where.http_port, where.tls)
+            self.http_port = await self._web.open(where.http_host, where.http_port, tls)
         try:  # second, since a gRPC server that has not started cannot give its port back
-            self.port = self._take_port(self._config.host, self._config.port)
+            self.port = self._take_port(where.host, where.port, tls)
         except ConfigurationError:
             await self._web.close()
             raise
@@ -162,8 +167,6 @@ class Server:
 
     def _check_exposure(self) -> None:
         where = self._config
-        if where.tls is not None:
-            where.tls.check()
         hosts = {where.host: "--host"}
         if where.http_port is not None:
             hosts.setdefault(where.http_host, "--http-host")
@@ -176,9 +179,8 @@ class Server:
                 allow_insecure=where.allow_insecure,
             )
 
-    def _take_port(self, host: str, port: int) -> int:
+    def _take_port(self, host: str, port: int, tls: Certificates | None) -> int:
         listen(host, port, "--host", "--port").close()  # gRPC itself would not say what is wrong
-        tls = self._config.tls
         try:
             if tls is not None:
                 return self._grpc.add_secure_port(address(host, port), tls.credentials())

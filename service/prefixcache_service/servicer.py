@@ -88,7 +88,7 @@ class Servicer:
         self, request: pb.ListSequencesRequest, caller: Tenant
     ) -> pb.ListSequencesResponse:
         """Show the live tree of one salt."""
-        salt = convert.salt(request.cache_salt)
+        salt = convert.salt(request.cache_salt, self._model.edge)
         infos = await self._front.call(
             lambda call_id: caller.own(engine.ListSequences(call_id, salt))
         )
@@ -96,7 +96,8 @@ class Servicer:
 
     async def release(self, request: pb.ReleaseRequest, caller: Tenant) -> pb.ReleaseResponse:
         """Give back sequences, all between the same two steps; raises NotFound if none is there."""
-        calls = [self._front.call(_owned(make, caller)) for make in convert.release(request)]
+        commands = convert.release(request, self._model.edge)
+        calls = [self._front.call(_owned(make, caller)) for make in commands]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         receipts = [answer for answer in answers if isinstance(answer, engine.ReleaseReceipt)]
         for error in answers:
@@ -115,7 +116,10 @@ class Servicer:
         self, request: pb.FlushCacheRequest, caller: Tenant
     ) -> pb.FlushCacheResponse:
         """Drop what nobody uses."""
-        freed = await self._front.call(lambda call_id: caller.own(convert.flush(request, call_id)))
+        edge = self._model.edge
+        freed = await self._front.call(
+            lambda call_id: caller.own(convert.flush(request, call_id, edge))
+        )
         return pb.FlushCacheResponse(blocks_freed=cast(int, freed))
 
     async def pin_prefix(
@@ -133,7 +137,10 @@ class Servicer:
         self, request: pb.UnpinPrefixRequest, caller: Tenant
     ) -> pb.UnpinPrefixResponse:
         """End a pin."""
-        pin = await self._front.call(lambda call_id: caller.own(convert.unpin(request, call_id)))
+        edge = self._model.edge
+        pin = await self._front.call(
+            lambda call_id: caller.own(convert.unpin(request, call_id, edge))
+        )
         return pb.UnpinPrefixResponse(pin=render.pin(cast(engine.PinInfo, pin)))
 
     async def watch_cache_events(

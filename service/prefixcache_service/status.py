@@ -25,6 +25,7 @@ from prefixcache.errors import (
     Unavailable,
     Unimplemented,
 )
+from prefixcache.limits import flag
 
 STATUS: dict[type[PrefixCacheError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -115,6 +116,8 @@ def _error_from_call(error: Any) -> PrefixCacheError:
     if error.code() is grpc.StatusCode.UNAVAILABLE and ("onnect" in message or "resolv" in message):
         reason = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
         message = f"no server answers ({reason}); is `prefixcache serve` running there?"
+    if "larger than max" in message:  # gRPC itself says it, before any word of ours
+        message = f"{message}; see GetModelInfo.limits['message_bytes'] {flag('message_bytes')}"
     if error.code() is grpc.StatusCode.CANCELLED and message in ("", "CANCELLED"):
         return Unavailable("the call was reset without a word: the server is stopping")
     return error_from(error.code(), message, error.trailing_metadata() or ())

@@ -90,8 +90,8 @@ class Tracing(EngineObserver):
     ) -> None:
         """A request has ended: so do its span and those of its parts."""
         now = time.time_ns()
-        request = self._requests.pop(request_id, None)
-        if request is None:  # it was refused
+        request = self._requests.pop(request_id, None) if group is not None else None
+        if request is None:  # it was refused, perhaps for the name of one that goes on
             request = _Request(self._start("refused", request_id, now, []), now)
         sequences = list(request.sequences.values())
         request.span.set_attributes(

@@ -3,15 +3,13 @@
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import Iterator
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
 from prefixcache_service.ports import listen
-from prefixcache_service.tls import TlsFiles
+from prefixcache_service.tls import Certificates
 
 
 class WebServer:
@@ -23,7 +21,7 @@ class WebServer:
         self._task: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
 
-    async def open(self, host: str, port: int, tls: TlsFiles | None = None) -> int:
+    async def open(self, host: str, port: int, tls: Certificates | None = None) -> int:
         """Listen; returns the port. Raises ConfigurationError where it cannot be had."""
         self._listener = listener = listen(host, port, "--http-host", "--http-port")
         config = uvicorn.Config(
@@ -33,8 +31,9 @@ class WebServer:
             log_level="critical",
             access_log=False,
             timeout_graceful_shutdown=1,
-            **_encrypted(tls),
         )
+        config.load()
+        config.ssl = None if tls is None else tls.context()
         self._server = _Quiet(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         return int(listener.getsockname()[1])
@@ -50,18 +49,6 @@ class WebServer:
             await asyncio.wait({self._task}, timeout=0.1)
         if self._listener is not None:
             self._listener.close()  # uvicorn forgets it where it is told to stop while it starts
-
-
-def _encrypted(tls: TlsFiles | None) -> dict[str, Any]:
-    if tls is None:
-        return {}
-    needed = ssl.CERT_NONE if tls.client_ca is None else ssl.CERT_REQUIRED
-    return {
-        "ssl_certfile": tls.certificate,
-        "ssl_keyfile": tls.key,
-        "ssl_ca_certs": None if tls.client_ca is None else str(tls.client_ca),
-        "ssl_cert_reqs": needed,
-    }
 
 
 class _Quiet(uvicorn.Server):

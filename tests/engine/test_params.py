@@ -4,16 +4,8 @@ from dataclasses import fields
 import pytest
 
 from prefixcache.errors import InvalidArgument
-from prefixcache.params import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP_STRING_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    BeamSearchParams,
-    SamplingParams,
-)
+from prefixcache.limits import DEFAULTS
+from prefixcache.params import BeamSearchParams, SamplingParams
 
 V = 100
 DENORMAL = 5e-324
@@ -70,7 +62,7 @@ def test_denormal_numbers_are_in_range(name):
         ("top_k", True),
         ("min_p", 1.0000001),
         ("n", 0),
-        ("n", MAX_N + 1),
+        ("n", DEFAULTS.n + 1),
         ("repetition_penalty", 0.0),
         ("max_tokens", -1),
         ("min_tokens", -1),
@@ -123,9 +115,9 @@ def test_logit_bias_beyond_the_vocabulary_or_range_is_refused(bias):
 @pytest.mark.parametrize(
     ("name", "one", "limit"),
     [
-        ("logit_bias", None, MAX_LOGIT_BIAS),
-        ("stop", "x", MAX_STOP_STRINGS),
-        ("stop_token_ids", 5, MAX_STOP_TOKEN_IDS),
+        ("logit_bias", None, DEFAULTS.logit_bias),
+        ("stop", "x", DEFAULTS.stop),
+        ("stop_token_ids", 5, DEFAULTS.stop_token_ids),
     ],
 )
 def test_each_list_may_have_as_many_entries_as_documented(name, one, limit):
@@ -141,16 +133,17 @@ def test_each_list_may_have_as_many_entries_as_documented(name, one, limit):
 
 def test_sizes_of_numbers_that_stand_for_work_are_limited():
     """SE-10: n and the logprobs."""
-    SamplingParams(n=MAX_N, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS).validate(V)
-    assert refused_field(logprobs=MAX_LOGPROBS + 1) == "request.sampling.logprobs"
-    assert refused_field(prompt_logprobs=MAX_LOGPROBS + 1) == "request.sampling.prompt_logprobs"
+    most = DEFAULTS.logprobs
+    SamplingParams(n=DEFAULTS.n, logprobs=most, prompt_logprobs=most).validate(V)
+    assert refused_field(logprobs=most + 1) == "request.sampling.logprobs"
+    assert refused_field(prompt_logprobs=most + 1) == "request.sampling.prompt_logprobs"
 
 
 @pytest.mark.parametrize(
     "stop",
     [
         ("",),
-        ("x" * (MAX_STOP_STRING_CHARS + 1),),
+        ("x" * (DEFAULTS.stop_chars + 1),),
         ("x" * 10**6,),
         ("\ud800",),
         ("x",) * 500_000,

@@ -119,6 +119,37 @@ def test_a_full_disk_ends_the_recording_once_and_no_request(make_engine, caplog)
     ]
 
 
+def test_a_line_that_only_half_fits_is_taken_back(make_engine, tmp_path):
+    """The file stays a trace that can be read, and the next server can go on with it."""
+
+    class Narrow(io.TextIOWrapper):
+        room = 10**6
+
+        def write(self, text: str) -> int:
+            super().write(text[: self.room])
+            super().flush()
+            if len(text) > self.room:
+                raise OSError(28, "No space left on device")
+            return len(text)
+
+    engine = make_engine()
+    path = tmp_path / "trace"
+    narrow = Narrow(path.open("wb"))
+    recorder = Recorder(narrow)
+    recorder.begin(BLOCK, engine.num_blocks)
+    engine.observers.add(recorder)
+    engine.generate([[5, 6, 7]], GREEDY)
+    assert recorder.figures() == {"recording_failed": 0}
+    Narrow.room = 20
+    engine.generate([[8, 9]], GREEDY)
+    assert recorder.figures() == {"recording_failed": 1}
+    assert narrow.closed
+    assert len(read_trace(path).requests) == 1
+    with open_record(path) as file:
+        Recorder(file).begin(BLOCK, engine.num_blocks)
+    assert len(lines(path)) == 3
+
+
 def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigurationError, match="Is a directory"):
         open_record(tmp_path)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache.engine.stop import StopChecker, StopStrings
-from prefixcache.params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from prefixcache.limits import DEFAULTS
 
 
 def run(stops, deltas, min_tokens=0):
@@ -117,12 +117,12 @@ def test_work_per_character_is_bounded_for_the_largest_stop_lists():
     Counted in automaton steps, not in time: comparisons are at most twice the characters.
     """
     stops = StopStrings(
-        ["a" * (MAX_STOP_STRING_CHARS - 1) + chr(200 + i) for i in range(MAX_STOP_STRINGS)]
+        ["a" * (DEFAULTS.stop_chars - 1) + chr(200 + i) for i in range(DEFAULTS.stop)]
     )
     counted = [_Counting(string) for string in stops.strings]
     stops.strings = tuple(counted)
     checker = StopChecker(stops)
-    text = ("a" * (MAX_STOP_STRING_CHARS - 1) + "b") * 3
+    text = ("a" * (DEFAULTS.stop_chars - 1) + "b") * 3
     for start in range(0, len(text), 4):
         checker.push(text[start : start + 4])
     assert sum(string.reads for string in counted) <= 4 * len(text) * len(counted)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache.errors import Cancelled, Internal, ResourceExhausted, Unavailable
+from prefixcache.simulate.formats import read_trace
 from prefixcache_service import Branch, Client
 from tests.model.checkpoints import write_gguf
 from tests.service.process import FAULTY, Process
@@ -163,6 +165,37 @@ def test_a_drain_under_load_ends_what_it_can_and_loses_no_answer(flags):
     assert outcomes.count("asked") == outcomes.count(5) + outcomes.count("refused")
     assert outcomes.count("refused") == len(threads)
     assert outcomes.count(5) > 8
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(flags, tmp_path):
+    """The size that files may have is taken away from the running server: a write then fails."""
+    path = tmp_path / "trace"
+    with Process(*flags, "--port", "0", "--record", str(path)) as process:
+        with Client(f"127.0.0.1:{process.ready()}", timeout=60) as client:
+            before = client.generate(PROMPT, max_tokens=5, **FOREVER)
+            assert client.stats().extra == {"recording_failed": 0}
+            room = path.stat().st_size + 10
+            resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (room, room))
+            for _ in range(5):
+                again = client.generate(PROMPT, max_tokens=5, **FOREVER)
+                assert again.token_ids == before.token_ids
+            assert client.stats().extra == {"recording_failed": 1}
+        process.popen.send_signal(signal.SIGTERM)
+        code, _, err = process.end(20)
+    assert code == 0
+    assert err.count("recording has stopped") == 1
+    assert len(read_trace(path).requests) == 1
+
+
+def test_a_disk_that_is_full_from_the_start_stops_no_server(flags):
+    with Process(*flags, "--port", "0", "--record", "/dev/full") as process:
+        with Client(f"127.0.0.1:{process.ready()}", timeout=60) as client:
+            assert client.stats().extra == {"recording_failed": 1}
+            assert client.generate(PROMPT, max_tokens=5, **FOREVER).token_ids
+        process.popen.send_signal(signal.SIGTERM)
+        code, _, err = process.end(20)
+    assert code == 0
+    assert err.count("recording has stopped") == 1
 
 
 @pytest.fixture(scope="module")

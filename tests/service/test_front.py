@@ -23,7 +23,7 @@ from prefixcache.engine.messages import (
 from prefixcache.errors import AlreadyExists, NotFound, ResourceExhausted, Unavailable
 from prefixcache.params import SamplingParams
 from prefixcache_service.front import AsyncFront
-from prefixcache_service.mailbox import MAX_MERGED_TOKENS, MAX_WAITING_CACHE_EVENTS
+from prefixcache_service.mailbox import MAX_MERGED_TOKENS
 
 
 class Script:
@@ -36,8 +36,8 @@ class Script:
         self.commands.append(command)
 
 
-def connected():
-    front, script = AsyncFront(), Script()
+def connected(**settings):
+    front, script = AsyncFront(**settings), Script()
     front.connect(script)
     return front, script
 
@@ -200,7 +200,7 @@ def events(first, last):
 
 def test_a_watcher_gets_the_backlog_first_and_is_told_where_to_resume():
     async def scenario():
-        front, script = connected()
+        front, script = connected(waiting_events=20)
         watch = front.watch(lambda call_id: SubscribeEvents(call_id, after=0))
         first = asyncio.ensure_future(anext(watch))
         await asyncio.sleep(0)
@@ -209,9 +209,12 @@ def test_a_watcher_gets_the_backlog_first_and_is_told_where_to_resume():
         assert [event.number for event in await first] == [1, 2, 3]
         assert [event.number for event in await anext(watch)] == [4]
         front.deliver([CacheEvents(call_id, events(5, 9))])
-        front.deliver([CacheEvents(call_id, events(10, 10 + MAX_WAITING_CACHE_EVENTS))])
+        front.deliver([CacheEvents(call_id, events(10, 24))])
         await asyncio.sleep(0)
-        with pytest.raises(ResourceExhausted, match="after = 4"):
+        assert len(await anext(watch)) == 20
+        front.deliver([CacheEvents(call_id, events(25, 45))])
+        await asyncio.sleep(0)
+        with pytest.raises(ResourceExhausted, match=r"more than 20 .*events\): .*after = 24"):
             await anext(watch)
         assert script.commands[-1] == UnsubscribeEvents(call_id)
 

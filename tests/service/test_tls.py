@@ -85,6 +85,73 @@ def test_mutual_tls_lets_in_whom_our_ca_signed_and_its_name_is_a_tenant(tiny_con
         server.close()
 
 
+class Authority:
+    """A CA, and what it signs: written over the same files each time."""
+
+    def __init__(self, folder):
+        self._ca, self._folder = trustme.CA(), folder
+        self.root = folder / f"root-{id(self)}.pem"
+        self.gateway = folder / f"gateway-{id(self)}.pem"
+        self._ca.cert_pem.write_to_path(self.root)
+        gateway = self._ca.issue_cert("gateway.example")
+        gateway.private_key_and_cert_chain_pem.write_to_path(self.gateway)
+
+    def take_over(self):
+        """Put a certificate of this CA, its key and the CA itself in place of what was there."""
+        server = self._ca.issue_cert("127.0.0.1")
+        for name, data in (
+            ("server.pem", server.cert_chain_pems[0].bytes()),
+            ("server.key", server.private_key_pem.bytes()),
+            ("ca.pem", self._ca.cert_pem.bytes()),
+        ):
+            fresh = self._folder / "fresh"
+            fresh.write_bytes(data)
+            fresh.replace(self._folder / name)
+
+    def gets_in(self, server, trusting):
+        """Whether a client of this CA, who trusts that one, gets in: at both ports alike."""
+        context = ssl.create_default_context(cafile=trusting.root)
+        context.load_cert_chain(self.gateway)
+        url = f"https://127.0.0.1:{server.server.http_port}/healthz"
+        try:
+            http = httpx.get(url, verify=context).status_code == 200
+        except httpx.HTTPError:
+            http = False
+        with server.client(ca=trusting.root, certificate=self.gateway) as client:
+            try:
+                grpc = client.model_info().vocab_size > 0
+            except Unavailable:
+                grpc = False
+        assert http == grpc
+        return grpc
+
+
+def test_new_files_hold_for_new_connections_and_broken_ones_change_nothing(
+    tiny_config, tmp_path, caplog
+):
+    old, new = Authority(tmp_path), Authority(tmp_path)
+    old.take_over()
+    server = start(tiny_config, tmp_path, client_ca=True)
+    try:
+        with server.client(ca=old.root, certificate=old.gateway) as before:
+            assert before.generate([5, 6, 7], max_tokens=2).outputs
+            assert not new.gets_in(server, trusting=old)
+            new.take_over()
+            assert new.gets_in(server, trusting=new)
+            assert not old.gets_in(server, trusting=new)  # its CA is not there any more
+            assert not new.gets_in(server, trusting=old)
+            assert before.generate([5, 6, 7], max_tokens=2).outputs  # its connection stays
+        with caplog.at_level("ERROR", "prefixcache.service"):
+            (tmp_path / "server.key").write_text("no key")
+            assert new.gets_in(server, trusting=new)
+            assert new.gets_in(server, trusting=new)
+        assert [record.getMessage() for record in caplog.records] == ["tls_files"]
+        old.take_over()
+        assert old.gets_in(server, trusting=old)
+    finally:
+        server.close()
+
+
 def test_files_that_cannot_be_used_are_named(pki, tmp_path):
     good, key = pki / "server.pem", pki / "server.key"
     for files in (
@@ -93,10 +160,10 @@ def test_files_that_cannot_be_used_are_named(pki, tmp_path):
         TlsFiles(key, key),
     ):
         with pytest.raises(ConfigurationError, match="--tls-cert"):
-            files.check()
+            files.context()
     with pytest.raises(ConfigurationError, match="--tls-client-ca"):
-        TlsFiles(good, key, tmp_path / "none.pem").check()
-    TlsFiles(good, key, pki / "ca.pem").check()
+        TlsFiles(good, key, tmp_path / "none.pem").context()
+    TlsFiles(good, key, pki / "ca.pem").context()
     with pytest.raises(InvalidArgument, match="No such file"):
         RunningServer.client(_Nowhere(), ca=tmp_path / "none.pem")
 

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
@@ -13,6 +14,7 @@ import typer
 
 from prefixcache.config import DEFAULT_MODEL, EngineConfig
 from prefixcache.errors import ConfigurationError, PrefixCacheError
+from prefixcache.limits import Limits
 from prefixcache_service.cli.config import ConfigFile, flag, parse_bytes
 from prefixcache_service.cli.progress import progress
 from prefixcache_service.limits import DEFAULT_HOST, DEFAULT_HTTP_PORT, DEFAULT_PORT
@@ -95,6 +97,15 @@ MaxSeqs = Annotated[int, flag("Sequences that run at once.")]
 MaxTokens = Annotated[int, flag("Token budget of a step.")]
 MaxQueue = Annotated[int, flag("Requests that may wait; more are refused.")]
 Wait = Annotated[bool, flag("Wait for prompt blocks that another request computes.")]
+LimitSettings = Annotated[
+    list[str] | None,
+    flag(
+        "Change a limit of requests, such as n=64 or open_calls=9000; repeatable. "
+        "`--limit list` lists all.",
+        "--limit",
+        metavar="NAME=NUMBER",
+    ),
+]
 Record = Annotated[
     Path | None,
     flag("Append lengths and keyed digests of requests, for `simulate`.", metavar="FILE"),
@@ -183,6 +194,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     max_num_batched_tokens: MaxTokens = 512,
     max_queue: MaxQueue = 1024,
     wait_for_inflight: Wait = True,
+    limit: LimitSettings = None,
     record: Record = None,
     host: Host = DEFAULT_HOST,
     port: Port = DEFAULT_PORT,
@@ -222,6 +234,7 @@ def serve(  # noqa: PLR0917 (each is a flag)
     engine = {name: value for name, value in context.params.items() if name in engine_fields}
     if activation_quantization == "none":
         engine["activation_quantization"] = None
+    limits = _limits(limit or [])
     log.configure(log_level)
     access = Access(show_prompts, tuple(name.lower() for name in http_allowed_host or ()))
     http_on = http_port if http else None
@@ -238,12 +251,21 @@ def serve(  # noqa: PLR0917 (each is a flag)
         _tls_files(tls_cert, tls_key, tls_client_ca),
         allow_insecure,
         advertise_address,
+        limits=limits,
     )
     _exit_at_once(
         asyncio.new_event_loop().run_until_complete(
-            _serve(where, EngineConfig(**engine), otlp_traces_endpoint, record)
+            _serve(where, EngineConfig(**engine, limits=limits), otlp_traces_endpoint, record)
         )
     )
+
+
+def _limits(settings: list[str]) -> Limits:
+    if "list" in settings:
+        for row in fields(Limits):
+            typer.echo(f"{row.name:<17}{row.default:>9}  {row.metadata['what'].replace('`', '')}")
+        raise typer.Exit
+    return Limits.parse(settings)
 
 
 def _tls_files(cert: Path | None, key: Path | None, client_ca: Path | None) -> "TlsFiles | None":

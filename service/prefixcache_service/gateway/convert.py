@@ -32,12 +32,12 @@ def generate(request: Any, edge: Edge) -> engine.Generate:
     token_ids = _prompt_ids(request, edge)
     params = _sampling_params(request.sampling_params, edge)
     convert.check_size(len(token_ids), params, "sampling_params", edge)
-    return engine.Generate(request_id(request.request_id), token_ids, params)
+    return engine.Generate(request_id(request.request_id, edge), token_ids, params)
 
 
-def request_id(name: str) -> str:
+def request_id(name: str, edge: Edge) -> str:
     """The engine's id of a request: a gateway uses no cache salt."""
-    return convert.request_id(name, "")
+    return convert.request_id(name, "", edge)
 
 
 def _prompt_ids(request: Any, edge: Edge) -> engine.TokenIds:
@@ -76,7 +76,7 @@ def _sampling_params(message: Any, edge: Edge) -> SamplingParams:
         prompt_logprobs=given("prompt_logprobs"),
         skip_special_tokens=message.skip_special_tokens,
     )
-    params.validate(edge.vocab_size, "sampling_params")
+    params.validate(edge.vocab_size, "sampling_params", edge.limits)
     return params
 
 

@@ -63,7 +63,7 @@ class GatewayServicer:
     async def abort(self, request: Any, caller: Tenant) -> Any:
         """End live requests; ids that are not known are ignored."""
         for name in request.request_ids:
-            self._front.abort(caller.request_id(convert.request_id(name)))
+            self._front.abort(caller.request_id(convert.request_id(name, self._model.edge)))
         return vllm.AbortResponse()
 
     async def get_model_info(self, request: Any, caller: Tenant) -> Any:
