@@ -56,7 +56,11 @@ class InFlightIndex:
     def next_block(
         self, namespace: bytes, data: bytes, match: Match
     ) -> tuple[bytes, BlockTable] | None:
-        """Digest and producer of the block behind a match, if a table is computing just that."""
+        """Digest and producer of the block behind a match, if a table is computing just that.
+
+        The digest finds it; that namespace and tokens are equal, this block's and all before it,
+        confirms it.
+        """
         if not self._producers:
             return None
         at = match.num_blocks * self._block_bytes
@@ -68,7 +72,8 @@ class InFlightIndex:
         if producer is None:
             return None
         table, where = producer
-        same = table.prompt[where : where + self._block_bytes] == head
+        same = table.root is self._trie.find_root(namespace) and where == at
+        same = same and table.prompt.startswith(data[: at + self._block_bytes])
         return (digest, table) if same else None
 
     def _last_digest(self, namespace: bytes, match: Match) -> bytes:

@@ -8,6 +8,7 @@ prefix. The trie is modelled as the set of prefixes that its events say are stor
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     multiple,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from prefixcache.cache import (
@@ -120,14 +122,22 @@ class CacheMachine(RuleBasedStateMachine):
         return self._admit(namespace, tokens)
 
     def _admit(self, namespace: bytes, tokens: list[int]) -> object:
+        sequence = self._taken_in(namespace, tokens)
+        return multiple() if sequence is None else self._started(sequence)
+
+    def _taken_in(self, namespace: bytes, tokens: list[int]) -> LiveSequence | None:
+        """A new sequence whose copies are still to be run; None where there is no room."""
         data = token_bytes(np.array(tokens, np.uint32))
         match = self.manager.match(namespace, data)
-        assert match.num_tokens == self.stored.longest_match(namespace, tokens)
+        self.check_match(match.num_tokens, namespace, tokens)
         if self.manager.room_after(match, self.manager.blocks_for(len(tokens))) < 0:
-            return multiple()
+            return None
         table = self.manager.admit(namespace, data, match)
         assert table.num_filled == match.num_tokens
-        return self._started(LiveSequence(namespace, list(tokens), table))
+        return LiveSequence(namespace, list(tokens), table)
+
+    def check_match(self, found: int, namespace: bytes, tokens: list[int]) -> None:
+        assert found == self.stored.longest_match(namespace, tokens)
 
     def _started(self, sequence: LiveSequence) -> LiveSequence:
         self._run_copies()
@@ -136,24 +146,97 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(sequence=sequences, more=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def append_and_run(self, sequence: LiveSequence, more: list[int]) -> None:
-        if sequence not in self.live:
-            return
+        if sequence in self.live and self._grow(sequence, more):
+            self._run_copies()
+            self._write(sequence)
+            self._publish(sequence)
+
+    def _grow(self, sequence: LiveSequence, more: list[int]) -> bool:
         sequence.tokens += more
-        start, stop = sequence.table.num_filled, len(sequence.tokens)
         before = self.manager.num_available
         try:
-            self.manager.grow(sequence.table, stop)
+            self.manager.grow(sequence.table, len(sequence.tokens))
         except NoFreeBlocks:
             assert self.manager.num_available == before
             del sequence.tokens[-len(more) :]
-            return
-        self._run_copies()
+            return False
+        return True
+
+    def _write(self, sequence: LiveSequence) -> None:
+        start, stop = sequence.table.num_filled, len(sequence.tokens)
         slots = sequence.table.slots(0, stop, BLOCK)
         assert (slots[:start] == -1).all()
         for position in range(start, stop):
             prefix = tuple(sequence.tokens[: position + 1])
             self.memory[int(slots[position])] = (sequence.namespace, prefix)
-        self.manager.publish(sequence.table, np.array(sequence.tokens, np.uint32), stop)
+
+    def _publish(self, sequence: LiveSequence) -> None:
+        tokens = np.array(sequence.tokens, np.uint32)
+        self.manager.publish(sequence.table, tokens, len(tokens))
+
+    @rule(
+        target=sequences,
+        chosen=st.lists(sequences, max_size=3, unique=True),
+        more=st.lists(st.integers(0, 1), min_size=1, max_size=6),
+        arrivals=st.lists(st.tuples(namespaces, prompts), max_size=2),
+        preempt=st.booleans(),
+    )
+    def one_step(
+        self,
+        chosen: list[LiveSequence],
+        more: list[int],
+        arrivals: list[tuple[bytes, list[int]]],
+        preempt: bool,
+    ) -> object:
+        """As the engine does: room for all of a step, then all its copies, all writes, all blocks.
+
+        Where there is no room, another sequence, of this step or not, gives its blocks back: copies
+        for it that wait are not run then.
+        """
+        rows = [sequence for sequence in chosen if sequence in self.live]
+        new = [s for s in (self._taken_in(*arrival) for arrival in arrivals) if s is not None]
+        self.live += new
+        grown: list[LiveSequence] = []
+        for sequence in [*rows, *new]:
+            if sequence not in self.live:
+                continue
+            fits = self._grow(sequence, more)
+            victim = next((s for s in reversed(self.live) if s is not sequence), None)
+            if not fits and preempt and victim is not None:
+                self.release(victim, 0, False)
+                fits = self._grow(sequence, more)
+            if fits:
+                grown.append(sequence)
+        grown = [sequence for sequence in grown if sequence in self.live]
+        self._run_copies()
+        for sequence in grown:
+            self._write(sequence)
+        for sequence in grown:
+            self._publish(sequence)
+        return multiple(*(sequence for sequence in new if sequence in self.live))
+
+    @rule(sequence=sequences)
+    def preempt_to_host_and_back(self, sequence: LiveSequence) -> None:
+        """Its own blocks are read, given back, and brought into whatever it gets then."""
+        if sequence not in self.live:
+            return
+        held, blocks = sequence.table.num_filled, self.manager.readable(sequence.table)
+        host = [[self.memory.get(block * BLOCK + at) for at in range(BLOCK)] for block in blocks]
+        self.release(sequence, 0, False)
+        back = self._taken_in(sequence.namespace, sequence.tokens)
+        if back is None:
+            return
+        sequence.table = back.table
+        restored = back.table.num_filled < held and self.manager.restore(back.table, held)
+        self._run_copies()
+        self.live.append(sequence)
+        if not restored:
+            return
+        row = back.table.block_ids().tolist()
+        for index in range(back.table.node_blocks, len(row)):
+            for at, content in enumerate(host[index] if index < len(host) else ()):
+                if content is not None:
+                    self.memory[row[index] * BLOCK + at] = content
 
     @rule(target=sequences, sequence=sequences)
     def fork(self, sequence: LiveSequence) -> object:
@@ -245,6 +328,27 @@ class CacheMachine(RuleBasedStateMachine):
             assert freed == idle
             assert self.manager.trie.idle.num_blocks == 0
 
+    @rule(data=st.data())
+    def flush_below(self, data: st.DataObject) -> None:
+        """A node of the tree and all behind it, as the page does."""
+        nodes = list(self.manager.trie.walk())
+        if nodes:
+            before = self.manager.trie.num_blocks
+            freed = self.manager.flush_below(data.draw(st.sampled_from(nodes)))
+            assert self.manager.trie.num_blocks == before - freed
+
+    @rule(namespace=namespaces, tokens=prompts)
+    def wait_for_in_flight(self, namespace: bytes, tokens: list[int]) -> None:
+        """Whoever is waited for is alive, and computes just that block."""
+        data = token_bytes(np.array(tokens, np.uint32))
+        match = self.manager.match(namespace, data).whole_blocks(BLOCK)
+        found = self.manager.in_flight.next_block(namespace, data, match)
+        if found is not None:
+            (owner,) = (s for s in self.live if s.table is found[1])
+            end = (match.num_blocks + 1) * BLOCK
+            assert owner.namespace == namespace
+            assert owner.tokens[:end] == tokens[:end]
+
     @precondition(lambda self: not self.live and self.manager.trie.idle.num_blocks)
     @rule()
     def evict_all(self) -> None:
@@ -293,10 +397,43 @@ class CacheMachine(RuleBasedStateMachine):
         assert not self.manager.trie.roots()
 
 
-CacheMachine.TestCase.settings = settings(
-    max_examples=400,
+class CollidingMachine(CacheMachine):
+    """Digests of two bits: nearly all collide. That costs hits, and never gives a wrong block."""
+
+    @initialize(num_blocks=st.integers(6, 40))
+    def start(self, num_blocks: int) -> None:
+        digest = BlockDigest(1, lambda data, seed: bytes([sum(data) % 4]) * 16)
+        self.manager = BlockManager(num_blocks, BLOCK, digest)
+        self.memory = {}
+        self.live = []
+
+    def check_match(self, found: int, namespace: bytes, tokens: list[int]) -> None:
+        assert found <= len(tokens)  # what it is, the slots show
+
+    @precondition(lambda self: not self.live and self.manager.trie.idle.num_blocks)
+    @rule()
+    def evict_all(self) -> None:
+        while self.manager.trie.idle.num_blocks:
+            self.manager._evict()
+            check_integrity(self.manager)
+
+
+SETTINGS = settings(
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
+    derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-TestCache = CacheMachine.TestCase
+
+
+@pytest.mark.parametrize("machine", [CacheMachine, CollidingMachine])
+def test_the_cache_against_its_model(machine: type[CacheMachine]) -> None:
+    run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [CacheMachine, CollidingMachine])
+def test_the_cache_against_its_model_for_longer(machine: type[CacheMachine]) -> None:
+    longer = settings(SETTINGS, max_examples=800, stateful_step_count=80)
+    run_state_machine_as_test(machine, settings=longer)

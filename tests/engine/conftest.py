@@ -75,6 +75,25 @@ def smollm2_reference() -> transformers.LlamaForCausalLM:
     return model.float().eval()
 
 
+@pytest.fixture(scope="session")
+def traffic_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What random traffic runs on."""
+    return write_checkpoint(tmp_path_factory.mktemp("traffic") / "llama", "llama", seed=3)
+
+
+@pytest.fixture(scope="session")
+def quiet(traffic_model: Path) -> Engine:
+    """Its reference: nothing cached, nothing shared, nothing else running, nothing failing."""
+    return Engine(
+        EngineConfig(
+            model=str(traffic_model),
+            enable_prefix_caching=False,
+            num_gpu_blocks_override=64,
+            max_model_len=128,
+        )
+    )
+
+
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """Every engine that the test makes, in whatever way."""

@@ -160,6 +160,48 @@ def test_every_request_of_a_mixed_crowd_ends(make_engine: MakeEngine) -> None:
     assert len(crowd.started) == 63
 
 
+@pytest.mark.parametrize(("weight", "longest"), [(1.0, 12), (0.1, 100)])
+def test_nobody_starves_while_another_keeps_coming(
+    weight: float, longest: int, engine: Engine
+) -> None:
+    """Three requests a step, more than can be run, for as long as one looks; and now and then one
+    of somebody else, who waits a bounded time. Those who come first go first."""
+    crowd = Crowd(engine, {"a": 1.0, "b": weight})
+    came: dict[str, int] = {}
+    for step in range(300):
+        crowd.ask("a", 3, (8,), 6)
+        if step % 20 == 10:
+            came[f"b-{len(crowd._names)}"] = step
+            crowd.ask("b", 1, (20,), 4)
+        crowd.step()
+        late = [name for name, at in came.items() if step - at > longest]
+        assert set(late) <= set(crowd.started)
+    assert crowd.waits("a")
+    for tenant in "ab":
+        turns = [int(name[2:]) for name in crowd.started if name.startswith(tenant)]
+        assert turns == sorted(turns)
+    crowd.leave()
+
+
+def test_a_large_request_does_not_starve_behind_small_ones(make_engine: MakeEngine) -> None:
+    """It needs nearly all of the pool, of which there is never so much free by itself."""
+    engine = make_engine(
+        num_gpu_blocks_override=24, max_model_len=96, max_num_batched_tokens=32, max_queue=10_000
+    )
+    crowd = Crowd(engine)
+    crowd.ask("", 5, (8,), 8)
+    crowd.step(3)
+    crowd.ask("", 1, (70,), 8)
+    for step in range(200):
+        crowd.ask("", 2, (8,), 8)
+        crowd.step()
+        if "-5" in crowd.started:
+            assert step < 60
+            break
+    assert "-5" in crowd.started
+    crowd.leave()
+
+
 def test_priority_goes_before_turns(engine: Engine) -> None:
     crowd = Crowd(engine, {"a": 1.0, "b": 1000.0})
     crowd.ask("b", 20, (4,), 4, priority=1)

@@ -18,7 +18,6 @@ from tests.engine.conftest import MakeEngine
 from tests.engine.driving import Driver, bits
 from tests.engine.seeded import InjectedFault, SeededFaults
 from tests.engine.traffic import REFUSALS, Traffic, compare
-from tests.model.checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
 STEPS = 100
@@ -36,9 +35,9 @@ class SeededTraffic(SeededFaults):
         if self.traffic is not None and self.random.random() < 0.5:
             self.traffic.act()
 
-    def config(self, checkpoint: Path) -> EngineConfig:
+    def config(self, traffic_model: Path) -> EngineConfig:
         return EngineConfig(
-            model=str(checkpoint),
+            model=str(traffic_model),
             block_size=4,
             num_gpu_blocks_override=self.random.choice((12, 16, 24, 40)),
             max_model_len=40,
@@ -52,27 +51,9 @@ class SeededTraffic(SeededFaults):
         )
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("injection") / "llama", "llama", seed=3)
-
-
-@pytest.fixture(scope="module")
-def quiet(checkpoint: Path) -> Engine:
-    """The reference: nothing cached, nothing shared, nothing else running, nothing failing."""
-    return Engine(
-        EngineConfig(
-            model=str(checkpoint),
-            enable_prefix_caching=False,
-            num_gpu_blocks_override=64,
-            max_model_len=128,
-        )
-    )
-
-
-def run_seed(checkpoint: Path, seed: int) -> tuple[SeededTraffic, Traffic]:
+def run_seed(traffic_model: Path, seed: int) -> tuple[SeededTraffic, Traffic]:
     chance = SeededTraffic(seed)
-    engine = Engine(chance.config(checkpoint), injection=chance)
+    engine = Engine(chance.config(traffic_model), injection=chance)
     chance.traffic = traffic = Traffic(engine, seed)
     traffic.allowed = (*REFUSALS, Internal)
     for _ in range(STEPS):
@@ -82,8 +63,8 @@ def run_seed(checkpoint: Path, seed: int) -> tuple[SeededTraffic, Traffic]:
     return chance, traffic
 
 
-def check_seed(checkpoint: Path, quiet: Engine, seed: int) -> None:
-    chance, traffic = run_seed(checkpoint, seed)
+def check_seed(traffic_model: Path, quiet: Engine, seed: int) -> None:
+    chance, traffic = run_seed(traffic_model, seed)
     assert compare(traffic, quiet) > 30
     assert chance.num_raised >= len(chance.failed) > 0
     for name, raised in chance.failed.items():
@@ -101,18 +82,18 @@ def few_words(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_others_do_not_notice_a_failure(checkpoint: Path, quiet: Engine, seed: int) -> None:
-    check_seed(checkpoint, quiet, seed)
+def test_the_others_do_not_notice_a_failure(traffic_model: Path, quiet: Engine, seed: int) -> None:
+    check_seed(traffic_model, quiet, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 160))
-def test_the_others_never_notice_a_failure(checkpoint: Path, quiet: Engine, seed: int) -> None:
-    check_seed(checkpoint, quiet, seed)
+def test_the_others_never_notice_a_failure(traffic_model: Path, quiet: Engine, seed: int) -> None:
+    check_seed(traffic_model, quiet, seed)
 
 
-def test_a_failure_replays_from_its_seed(checkpoint: Path) -> None:
-    (first, one), (second, two) = (run_seed(checkpoint, 7) for _ in range(2))
+def test_a_failure_replays_from_its_seed(traffic_model: Path) -> None:
+    (first, one), (second, two) = (run_seed(traffic_model, 7) for _ in range(2))
     assert list(first.failed) == list(second.failed)
     assert [str(e.error) for e in one.failed.values()] == [
         str(e.error) for e in two.failed.values()

@@ -1,6 +1,8 @@
 """Clients of one engine, driven by a seed, and the proof that each got a quiet engine's answer."""
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prefixcache import BeamSearchParams, Engine, SamplingParams
@@ -17,7 +19,9 @@ from prefixcache.engine.messages import (
     PinPrefix,
     Release,
     Score,
+    SetTenants,
     Started,
+    TenantPolicy,
     TokenLogprobs,
 )
 from prefixcache.engine.outputs import RequestOutput
@@ -43,14 +47,18 @@ class Answer:
 
 
 class Traffic:
-    """Clients of one engine, driven by a seed."""
+    """Clients of one engine, driven by a seed; those of several tenants, if there are policies."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
+    def __init__(self, engine: Engine, seed: int, policies: Sequence[TenantPolicy] = ()) -> None:
         self.engine = engine
         self.random = random.Random(seed)
+        self.policies = tuple(policies)
+        names = [policy.name for policy in policies] or [""]
+        self.owners = [Owner(name, salt) for name in names for salt in SALTS]
+        engine.execute(SetTenants(self.policies))
         self.answers: dict[tuple[str, int], Answer] = {}
         self.searches: dict[str, tuple[Generate | Score, RequestOutput]] = {}
-        self.salt_of: dict[str, str] = {}
+        self.owner_of: dict[str, Owner] = {}
         self.failed: dict[str, Failed] = {}
         self.number = 0
         self.allowed: tuple[type[PrefixCacheError], ...] = REFUSALS
@@ -66,23 +74,22 @@ class Traffic:
     def generate(self) -> None:
         prompt = self.prompt(20)
         params = self.params(n=self.random.choice((1, 1, 2, 3)))
-        salt = self.random.choice(SALTS)
-        name = self.name(salt)
+        owner = self.random.choice(self.owners)
+        name = self.name(owner)
         for index in range(params.n):
             self.answers[name, index] = Answer(prompt, params)
+        priority, keep = self.random.randint(-1, 1), self.random.choice((0, 60))
         self.engine.execute(
-            Generate(
-                name, prompt, params, salt, self.random.randint(-1, 1), self.random.choice((0, 60))
-            )
+            Generate(name, prompt, params, owner.salt, priority, keep, owner.tenant)
         )
 
     def fork(self) -> None:
         entry = self.some_sequence()
         if entry is None:
             return
-        salt = entry.sequence.owner.salt
-        parents = [entry, *(self.some_sequence(salt) for _ in range(self.random.randint(0, 2)))]
-        name = self.name(salt)
+        owner = entry.sequence.owner
+        parents = [entry, *(self.some_sequence(owner) for _ in range(self.random.randint(0, 2)))]
+        name = self.name(owner)
         branches = []
         for index, parent in enumerate(p for p in parents if p is not None):
             tokens = parent.sequence.tokens.view().tolist()
@@ -92,23 +99,26 @@ class Traffic:
             self.answers[name, index] = Answer((*tokens[:position], *forced), params)
             keep = self.random.choice((0.0, 60.0))
             branches.append(ForkBranch(parent.sequence.id, params, position, forced, keep))
-        self.engine.execute(Fork(name, tuple(branches), salt, self.random.randint(-1, 1)))
+        priority = self.random.randint(-1, 1)
+        self.engine.execute(Fork(name, tuple(branches), owner.salt, priority, owner.tenant))
 
     def beam(self) -> None:
         width = self.random.choice((2, 3))
         params = BeamSearchParams(width, self.random.randint(1, width), max_tokens=6)
-        name = self.name(self.random.choice(SALTS))
+        owner = self.random.choice(self.owners)
+        name = self.name(owner)
         prompt = self.prompt(20)
         self.searches[name] = (Generate("quiet", prompt, params), RequestOutput(name, []))
-        salt, keep = self.salt_of[name], self.random.choice((0, 60))
-        self.engine.execute(Generate(name, prompt, params, salt, keep_seconds=keep))
+        keep = self.random.choice((0, 60))
+        self.engine.execute(Generate(name, prompt, params, owner.salt, 0, keep, owner.tenant))
 
     def score(self) -> None:
-        name = self.name(self.random.choice(SALTS))
+        owner = self.random.choice(self.owners)
+        name = self.name(owner)
         prefix, continuations = self.prompt(12), (self.prompt(9), self.prompt(9))
         quiet = Score("quiet", prefix, continuations, top_logprobs=1)
         self.searches[name] = (quiet, RequestOutput(name, []))
-        self.engine.execute(Score(name, prefix, continuations, self.salt_of[name], 0, 1))
+        self.engine.execute(Score(name, prefix, continuations, owner.salt, 0, 1, owner.tenant))
 
     def prompt(self, longest: int) -> tuple[int, ...]:
         """Few different tokens and lengths around the block size: many partial and whole hits."""
@@ -121,16 +131,19 @@ class Traffic:
         entry = self.some_sequence()
         if entry is not None:
             subtree = self.random.random() < 0.5
-            self.engine.execute(
-                Release("call", entry.sequence.id, subtree, entry.sequence.owner.salt)
-            )
+            tenant, salt = entry.sequence.owner
+            self.engine.execute(Release("call", entry.sequence.id, subtree, salt, tenant))
 
     def flush(self) -> None:
-        self.engine.execute(FlushCache("call", self.random.choice((None, *SALTS))))
+        owner = self.random.choice((None, *self.owners))
+        chosen = self.owners[0] if owner is None else owner
+        salt = None if owner is None else owner.salt
+        self.engine.execute(FlushCache("call", salt, chosen.tenant))
 
     def pin(self) -> None:
         prompt = tuple(self.random.choices((5, 6), k=8))
-        self.engine.execute(PinPrefix("call", prompt, 60.0, self.random.choice(SALTS)))
+        owner = self.random.choice(self.owners)
+        self.engine.execute(PinPrefix("call", prompt, 60.0, owner.salt, owner.tenant))
 
     def params(self, n: int) -> SamplingParams:
         return SamplingParams(
@@ -143,20 +156,34 @@ class Traffic:
             logprobs=2,
         )
 
-    def name(self, salt: str) -> str:
+    def name(self, owner: Owner) -> str:
         self.number += 1
-        self.salt_of[f"r{self.number}"] = salt
+        self.owner_of[f"r{self.number}"] = owner
         return f"r{self.number}"
 
-    def some_sequence(self, salt: str | None = None) -> Entry | None:
-        salts = SALTS if salt is None else (salt,)
-        entries = [entry for s in salts for entry in self.engine.registry.entries(Owner("", s))]
+    def some_sequence(self, owner: Owner | None = None) -> Entry | None:
+        owners = self.owners if owner is None else (owner,)
+        entries = [entry for one in owners for entry in self.engine.registry.entries(one)]
         return self.random.choice(entries) if entries else None
 
     def step(self) -> None:
         for event in self.engine.step():
             self.take(event)
         self.engine.check_integrity()
+        self.check_owners()
+
+    def check_owners(self) -> None:
+        """No block is held for two owners, and no tenant holds more than it may."""
+        held: dict[int, Owner] = {}
+        live, kept = Counter[str](), Counter[str]()
+        for owner in self.owners:
+            for entry in self.engine.registry.entries(owner):
+                (live if entry.lease is None else kept)[owner.tenant] += 1
+                for block in blocks_of(entry):
+                    assert held.setdefault(block, owner) == owner
+        for policy in self.policies:
+            assert policy.max_sequences is None or live[policy.name] <= policy.max_sequences
+            assert policy.max_leases is None or kept[policy.name] <= policy.max_leases
 
     def take(self, event: Event) -> None:
         if isinstance(event, Failed):
@@ -185,6 +212,14 @@ class Traffic:
                 return
             self.step()
         raise AssertionError("the engine does not come to an end")
+
+
+def blocks_of(entry: Entry) -> list[int]:
+    """What is held for a sequence, as far as it is there: a lease may have lost some."""
+    lease, table = entry.lease, entry.sequence.table
+    if lease is not None:
+        return lease.row[: lease.node_blocks].tolist() if lease.intact else []
+    return [] if table is None else table.block_ids().tolist()
 
 
 def compare(traffic: Traffic, quiet: Engine) -> int:

