@@ -19,7 +19,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def __init__(self):
         self.spans = []
-        self._server = grpc.server(ThreadPoolExecutor(1))
+        self._threads = ThreadPoolExecutor(1)
+        self._server = grpc.server(self._threads)
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
@@ -32,6 +33,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def close(self):
         self._server.stop(0).wait()
+        self._threads.shutdown()
 
 
 @pytest.fixture

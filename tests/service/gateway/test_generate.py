@@ -203,7 +203,7 @@ def test_what_is_wrong_or_not_supported_is_named(stub, server, field, message):
 def test_more_samples_than_run_at_once_are_refused(stub):
     code, details = refused(stub, request(n=17, max_tokens=1))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "17 samples" in details
+    assert "n: 17 are asked for" in details
 
 
 def test_a_field_of_a_newer_gateway_is_refused_not_passed_over(channel):
