@@ -27,13 +27,13 @@ def number(fields: dict[str, Any], name: str) -> float:
     return float(value)
 
 
-def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:
-    """A whole number, at least `least`. Raises ValueError naming the field."""
+def whole(fields: dict[str, Any], name: str, *, least: int = 0, most: int = 2**31 - 1) -> int:
+    """A whole number, from `least` to `most`. Raises ValueError naming the field."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} is {_shown(value)}, not a whole number")
-    if not least <= value < 2**31:
-        raise ValueError(f"{name} is {value}; it must be from {least} to 2^31 - 1")
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {_shown(value)}; it must be from {least} to {most}")
     return value
 
 

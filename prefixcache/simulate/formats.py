@@ -10,9 +10,12 @@ and reason; with `skip_bad` it is left out and counted.
 | prefixcache | a header, then a request a line, see `prefixcache.engine.recorder` | ours |
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -27,6 +30,11 @@ Format = Literal["auto", "mooncake", "azure", "prefixcache"]
 Progress = Callable[[str, int, int], None]
 
 MOONCAKE_BLOCK = 512
+MAX_LINE_BYTES = 2**28
+"""A line has a byte for each token of a request, about."""
+
+_MARK = b"\xef\xbb\xbf"
+_GZIP = b"\x1f\x8b"
 _NO_BLOCKS: Names = np.empty(0, np.uint64)
 _REPORT_LINES = 1000
 
@@ -115,9 +123,21 @@ def read_trace(
     Raises TraceError: the file cannot be read, is of no known format, holds no request, or, without
     `skip_bad`, has a malformed line.
     """
-    lines = _Lines(path, progress)
-    kind = _detect(path, lines.first()) if format == "auto" else format
-    reader = _READERS[kind]()
+    with closing(_Lines(path, progress)) as lines:
+        kind = _detect(path, lines.first()) if format == "auto" else format
+        reader = _READERS[kind]()
+        requests, skipped = _requests(path, lines, reader, limit, skip_bad)
+    if not requests:
+        bad = f"; {skipped} malformed lines were skipped" if skipped else ""
+        raise TraceError(f"{path}: holds no request{bad}")
+    ordered = _from_zero(requests)
+    return Trace(str(path), kind, ordered, reader.block_size, skipped, reader.pool_blocks)
+
+
+def _requests(
+    path: Path, lines: "_Lines", reader: _Reader, limit: int | None, skip_bad: bool
+) -> tuple[list[Request], int]:
+    """The requests in the order of the file, and how many lines were left out."""
     requests: list[Request] = []
     skipped = 0
     for line in lines:
@@ -132,11 +152,7 @@ def read_trace(
             requests.append(request)
             if len(requests) == limit:
                 break
-    if not requests:
-        bad = f"; {skipped} malformed lines were skipped" if skipped else ""
-        raise TraceError(f"{path}: holds no request{bad}")
-    ordered = _from_zero(requests)
-    return Trace(str(path), kind, ordered, reader.block_size, skipped, reader.pool_blocks)
+    return requests, skipped
 
 
 def _from_zero(requests: list[Request]) -> tuple[Request, ...]:
@@ -149,7 +165,12 @@ def _from_zero(requests: list[Request]) -> tuple[Request, ...]:
     )
 
 
-def _detect(path: Path, line: str) -> str:
+def _detect(path: Path, first: bytes) -> str:
+    if not first:
+        raise TraceError(f"{path}: is empty")
+    if first.startswith(_GZIP):
+        raise TraceError(f"{path}: is compressed: unpack it first (gzip -d)")
+    line = first.decode("utf-8", "replace").strip()
     if line.upper().startswith("TIMESTAMP,"):
         return "azure"
     try:
@@ -180,41 +201,52 @@ def _is_name(value: object) -> bool:
 
 
 class _Lines:
-    """The lines of a file that are not blank, with their numbers."""
+    """The lines of a file that are not blank, with their numbers; read once, so a pipe will do."""
 
     def __init__(self, path: Path, progress: Progress | None) -> None:
         self._path = path
         self._progress = progress
+        self._total = 0
+        self._lines = self._read()
+        self._first: list[_Line] = []
 
-    def first(self) -> str:
-        """The first of them; empty where there is none."""
-        line = next(self._read(), _Line(1, b""))
-        return line.data.decode("utf-8", "replace").strip().removeprefix("\ufeff")
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+    def first(self) -> bytes:
+        """The first of them, which will come again; empty where there is none."""
+        self._first = list(islice(self._lines, 1))
+        return self._first[0].data if self._first else b""
 
     def __iter__(self) -> Iterator[_Line]:
-        total = done = 0
-        for line in self._read():
-            total = total or self._path.stat().st_size
+        done = 0
+        for line in chain(self._first, self._lines):
             done += len(line.data)
             if self._progress is not None and line.number % _REPORT_LINES == 0:
-                self._progress("read trace", done, total)
+                self._progress("read trace", done, self._total)
             yield line
         if self._progress is not None:
-            self._progress("read trace", total, total)
+            self._progress("read trace", self._total, self._total)
 
-    def _read(self) -> Iterator[_Line]:
+    def _read(self) -> Generator[_Line, None, None]:
         try:
             with self._path.open("rb") as file:
-                for index, data in enumerate(file, start=1):
+                self._total = os.fstat(file.fileno()).st_size
+                for number in count(1):
+                    data = file.readline(MAX_LINE_BYTES)
+                    if not data:
+                        return
+                    if len(data) == MAX_LINE_BYTES:
+                        raise TraceError(f"{self._path}:{number}: is too long for a line")
                     if data.strip():
-                        start = data.removeprefix(b"\xef\xbb\xbf") if index == 1 else data
-                        yield _Line(index, start)
+                        yield _Line(number, data.removeprefix(_MARK) if number == 1 else data)
         except OSError as error:
             raise TraceError(f"{self._path}: cannot be read: {error.strerror}") from None
 
 
 def _count(cell: str) -> int:
-    if not cell.isdecimal() or not int(cell) < 2**31:
+    if not cell.isdecimal() or len(cell) > 10 or not int(cell) < 2**31:
         raise ValueError(f"{cell[:60]!r} is no number of tokens")
     return int(cell)
 

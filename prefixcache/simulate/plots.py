@@ -15,6 +15,11 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table { border-collapse: collapse; margin: 1rem 0; }
 th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8884; }
 th:first-child, td:first-child { text-align: left; }
+h1 { overflow-wrap: anywhere; }
+@media (max-width: 30rem) {
+  body { font-size: 14px; margin-top: 1rem; }
+  th, td { padding: .2rem .3rem; }
+}
 img { max-width: 100%; background: #fff; }
 """
 
@@ -30,13 +35,14 @@ def png(found: Study) -> bytes:
 def page(found: Study) -> str:
     """One HTML file with pictures, tables and assumptions; it loads nothing."""
     name = html.escape(Path(found.trace.path).name)
+    blocks = f", {found.distinct:,} distinct blocks of {found.trace.block_size} tokens"
     picture = base64.b64encode(png(found)).decode()
     assumptions = "".join(f"<li>{html.escape(text)}</li>" for text in found.assumptions)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
-        f"<h1>{name}</h1><p>{len(found.trace.requests):,} requests, "
-        f"{found.distinct:,} distinct blocks.</p>"
+        f"<h1>{name}</h1><p>{len(found.trace.requests):,} requests"
+        f"{blocks if found.curve else ''}.</p>"
         f'<img alt="The figures of the tables below" src="data:image/png;base64,{picture}">'
         f"{''.join(_tables(found))}<h2>Assumptions</h2><ul>{assumptions}</ul></html>\n"
     )
@@ -111,6 +117,8 @@ def _draw_curve(found: Study, axes: Any) -> None:
         axes.plot(sizes, values, style, label=label)
     axes.set(xscale="log", xlabel="pool, blocks", ylabel="blocks hit, %", title="Hit rate")
     axes.set_ylim(bottom=0)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30, ha="right")
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
 
@@ -125,6 +133,7 @@ def _draw_memory(found: Study, axes: Any) -> None:
     axes.bar_label(bars, labels, padding=4)
     axes.invert_yaxis()
     axes.set(xlabel="reserved and unused while running, %", title="Memory", xlim=(0, 125))
+    axes.set_xticks(range(0, 101, 20))
 
 
 def _draw_course(found: Study, axes: Any) -> None:
@@ -135,7 +144,7 @@ def _draw_course(found: Study, axes: Any) -> None:
     queue = axes.twinx()  # a queue is longer than a batch
     queue.plot(times, [point[2] for point in course], "C1:")
     queue.set_ylabel("waiting (dotted)")
-    queue.set_ylim(bottom=0)
+    queue.set_ylim(0, 1.05 * max(1, *(point[2] for point in course)))
     unit = "seconds" if found.plan.model.known else "steps"
     axes.set(xlabel=unit, ylabel="sequences running", title=f"Served on {found.plan.model.name}")
     axes.set_ylim(bottom=0)

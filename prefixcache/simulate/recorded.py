@@ -13,6 +13,7 @@ from prefixcache.simulate.fields import json_object, number, whole
 from prefixcache.simulate.trace import Names, Request, SequenceRecord
 
 VERSION = 1
+MAX_BEAMS = 2**16
 _NAME_DIGITS = 16
 
 
@@ -23,6 +24,7 @@ class RecordedReader:
         self.block_size: int | None = None
         self.pool_blocks: int | None = None
         self._started = 0.0
+        self._in_run = False
 
     def parse(self, line: str) -> Request | None:
         """A request; None for a header. Raises ValueError with the reason."""
@@ -30,8 +32,8 @@ class RecordedReader:
         if "prefixcache_trace" in fields:
             self._header(fields)
             return None
-        if self.block_size is None:
-            raise ValueError("comes before the header")
+        if self.block_size is None or not self._in_run:
+            raise ValueError("comes before a header that can be read")
         sequences = fields.get("sequences")
         if not isinstance(sequences, list) or not all(isinstance(s, dict) for s in sequences):
             raise ValueError("sequences must be a list of objects")
@@ -40,11 +42,12 @@ class RecordedReader:
         read = [self._sequence(s, self.block_size) for s in sequences]
         arrival = self._started + number(fields, "arrival")
         admitted = self._started + number(fields, "admitted")
-        beams = whole(fields, "beams") if "beams" in fields else 0
+        beams = whole(fields, "beams", most=MAX_BEAMS) if "beams" in fields else 0
         read += _other_beams(read[0], beams - len(read), self.block_size)
         return Request(arrival, admitted, tuple(read), _priority(fields))
 
     def _header(self, fields: dict[str, Any]) -> None:
+        self._in_run = False  # what follows a header that is wrong is not of the run before it
         version = fields["prefixcache_trace"]
         if version != VERSION:
             raise ValueError(f"is of version {version!r}; this program reads {VERSION}")
@@ -54,6 +57,7 @@ class RecordedReader:
         pool = whole(fields, "num_blocks", least=1)
         self._started = number(fields, "started")
         self.block_size, self.pool_blocks = size, pool
+        self._in_run = True
 
     def _sequence(self, fields: dict[str, Any], size: int) -> SequenceRecord:
         prompt = whole(fields, "prompt", least=1)

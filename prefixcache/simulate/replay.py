@@ -91,6 +91,19 @@ def private_blocks(sequence: SequenceRecord, block_size: int) -> int:
     return max(all_blocks - computed_blocks(sequence, block_size), 0)
 
 
+def enough(requests: Iterable[Request], block_size: int) -> int:
+    """Blocks of which so many requests can never run short, whatever is shared.
+
+    A larger pool gives the same figures, and need not be built to tell them.
+    """
+    blocks = 0
+    for request in requests:
+        for s in request.sequences:
+            tokens = max(s.filled_tokens, s.prompt_tokens + s.output_tokens)
+            blocks += max(-(-tokens // block_size), len(s.blocks)) + 1
+    return blocks
+
+
 class Replay:
     """One pool, fed with requests one by one.
 

@@ -4,14 +4,14 @@ Owns which pool sizes are looked at, and the list of assumptions that goes with 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from prefixcache.errors import ConfigurationError, TraceError
 from prefixcache.simulate.bounds import BlockNumbers, belady, plain_lru
 from prefixcache.simulate.cost import Hardware, ModelCost, StepCost
 from prefixcache.simulate.memory import Scheme, compare_schemes
-from prefixcache.simulate.replay import Replay, room_of
+from prefixcache.simulate.replay import Replay, enough, room_of
 from prefixcache.simulate.serving import Limits, Served, Serving
 from prefixcache.simulate.trace import Trace, distinct_blocks, with_block_size
 
@@ -111,11 +111,13 @@ def _curve(trace: Trace, sizes: list[int], block_size: int, report: Progress) ->
     if not trace.has_blocks:
         return []
     numbers = BlockNumbers(trace.requests, block_size)
+    most = enough(trace.requests, block_size)
     points = []
     for index, size in enumerate(sorted(set(sizes))):
         report("replay", index, len(sizes))
-        ours = Replay(size, block_size).run(trace.requests)
-        lru, bound = plain_lru(numbers, size), belady(numbers, size)
+        built = min(size, most)
+        ours = Replay(built, block_size).run(trace.requests)
+        lru, bound = plain_lru(numbers, built), belady(numbers, built)
         rates = lru.block_rate, ours.block_rate, bound.block_rate, ours.token_rate
         points.append(SizePoint(size, *rates, ours.refused))
     report("replay", len(sizes), len(sizes))
@@ -138,7 +140,9 @@ def _plan(
             f"of {block_size} tokens beside {model.weight_bytes / 2**30:.1f} GiB of weights"
         )
     limits = Limits(num_blocks, block_size, max_num_seqs, token_budget)
-    served = Serving(limits, StepCost(model, hardware)).run(trace.requests, report)
+    most = 2 * enough(trace.requests, block_size)  # twice: nor does it come near the watermark
+    built = replace(limits, num_blocks=min(num_blocks, most))
+    served = Serving(built, StepCost(model, hardware)).run(trace.requests, report)
     lengths = [s.prompt_tokens + s.output_tokens for s in trace.sequences]
     return Plan(model, hardware, limits, served, sum(lengths) / len(lengths))
 

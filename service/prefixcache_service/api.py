@@ -220,7 +220,11 @@ class Dashboard:
         seconds = body.get("seconds", DEFAULT_PIN_SECONDS)
         if isinstance(seconds, bool) or not isinstance(seconds, int | float):
             raise InvalidArgument("seconds", "must be a number")
-        pin = await self._change(lambda call_id: engine.PinNode(call_id, digest, float(seconds)))
+        try:
+            seconds = float(seconds)
+        except OverflowError:
+            raise InvalidArgument("seconds", "is beyond all bounds") from None
+        pin = await self._change(lambda call_id: engine.PinNode(call_id, digest, seconds))
         return JSONResponse(_pin(cast(engine.PinInfo, pin)))
 
     async def _unpin(self, request: Request) -> Response:
@@ -331,8 +335,8 @@ async def _body(request: Request) -> dict[str, Any]:
             raise HTTPException(413, f"the body must be at most {MAX_BODY_BYTES} bytes")
     try:
         value = json.loads(bytes(body) or b"{}")
-    except ValueError:
-        raise HTTPException(400, "the body is not JSON") from None
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "the body is not JSON, or nested too deeply") from None
     if not isinstance(value, dict):
         raise HTTPException(400, "the body must be a JSON object")
     return value

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from prefixcache.errors import PrefixCacheError
 from prefixcache_service.cli import app
+from tests.model.checkpoints import write_checkpoint, write_gguf
 
 COUNT, SHARED, OWN = 20, 3, 2
 
@@ -55,6 +56,15 @@ def test_without_sizes_they_reach_from_the_longest_request_to_all_blocks(trace):
     assert (sizes[0], sizes[-1]) == (SHARED + OWN, SHARED + COUNT * OWN)
 
 
+def test_a_pool_larger_than_all_that_is_asked_is_not_built(trace):
+    found = figures(
+        trace, "--blocks", "1000,2000000000", "--gpu-memory", "900TiB", "--bytes-per-token", 1
+    )
+    small, huge = found["hit_rate"]
+    assert {**huge, "blocks": 1000} == small
+    assert found["plan"]["pool_blocks"] == int(0.9 * 900 * 2**40) // 512
+
+
 def test_a_plan_says_what_fits_and_how_fast_with_its_assumptions(trace, tmp_path):
     config = tmp_path / "config.json"
     fields = {
@@ -80,6 +90,18 @@ def test_a_plan_says_what_fits_and_how_fast_with_its_assumptions(trace, tmp_path
     assert any("roofline" in sentence for sentence in found["assumptions"])
     text = run(trace, "--gpu-memory", "1GiB", "--bytes-per-token", 1000)
     assert "time is counted in steps" in " ".join(text.split())
+
+
+def test_a_gguf_header_gives_the_plan_of_the_models_own_configuration(trace, tmp_path):
+    directory = write_checkpoint(tmp_path / "tiny", "llama")
+    file = write_gguf(tmp_path / "tiny.gguf", directory, "Q8_0")
+    plans = [
+        figures(trace, "--gpu-memory", "64MiB", "--model", path)["plan"]
+        for path in (directory, directory / "config.json", file)
+    ]
+    assert [plan.pop("model") for plan in plans] == ["tiny", "tiny", "tiny.gguf"]
+    assert plans[0]["output_tokens_per_second"] > 0
+    assert plans[0] == plans[1] == plans[2]
 
 
 def test_pictures_are_written_as_png_and_as_one_page_that_loads_nothing(trace, tmp_path):

@@ -1,11 +1,15 @@
 """Reading traces: what a good line means, and what is said of a bad one."""
 
+import gzip
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from prefixcache.errors import TraceError
+from prefixcache.simulate import formats
 from prefixcache.simulate.formats import read_trace
 
 MOONCAKE = '{"timestamp": 500, "input_length": 1000, "output_length": 7, "hash_ids": [3, 4]}'
@@ -115,6 +119,8 @@ def record(**fields: object) -> str:
         (record(), record(blocks="00"), "blocks must be a string of 16 hexadecimal digits"),
         (record(), record(blocks="0" * 16), "blocks holds 1 digests; its lengths need 3"),
         (record(), record(blocks="z" * 48), "blocks holds other characters"),
+        (AZURE, f"2023-11-16 18:15:46,{'9' * 5000},4", "is no number of tokens"),
+        (record(), {**RECORD, "beams": 10**9}, "beams is 1000000000; it must be from 0 to 65536"),
         (record(), record(keep=-1), "keep is -1, which is negative"),
     ],
 )
@@ -126,19 +132,22 @@ def test_a_malformed_line_is_named_with_its_reason_or_skipped(tmp_path, good, ba
     assert str(error.value).startswith(f"{path}:3: ")
     assert reason in str(error.value)
     trace = read_trace(path, skip_bad=True)
-    assert trace.skipped == 1
-    assert len(trace.requests) == (3 if good is MOONCAKE else 2)
+    of_bad_run = isinstance(bad, dict) and "prefixcache_trace" in bad
+    assert trace.skipped == 1 + of_bad_run
+    assert len(trace.requests) == (3 if good is MOONCAKE else 2) - of_bad_run
 
 
 def test_a_record_before_any_header_is_malformed(tmp_path):
-    with pytest.raises(TraceError, match=":1: comes before the header"):
+    with pytest.raises(TraceError, match=":1: comes before a header"):
         read_trace(write(tmp_path, RECORD), "prefixcache")
 
 
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ((), "begins like no known trace"),
+        ((), "is empty"),
+        (("", " "), "is empty"),
+        ((gzip.compress(MOONCAKE.encode()),), "is compressed: unpack it first"),
         (("hello",), "begins like no known trace"),
         (("TIMESTAMP,ContextTokens,GeneratedTokens",), "holds no request"),
         ((HEADER,), "holds no request"),
@@ -160,6 +169,28 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, kind):
         read_trace(tmp_path / "missing", kind)
     with pytest.raises(TraceError, match="cannot be read: Is a directory"):
         read_trace(tmp_path, kind)
+
+
+def test_behind_a_header_that_is_wrong_nothing_is_of_the_run_before_it(tmp_path):
+    path = write(tmp_path, HEADER, RECORD, {**HEADER, "block_size": 8}, RECORD, HEADER, RECORD)
+    trace = read_trace(path, skip_bad=True)
+    assert (len(trace.requests), trace.skipped) == (2, 2)
+
+
+def test_a_pipe_is_read_whole(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    lines = "\n".join([MOONCAKE] * 3000)  # more than one buffer
+    writer = threading.Thread(target=pipe.write_text, args=(lines,))
+    writer.start()
+    assert len(read_trace(pipe).requests) == 3000
+    writer.join()
+
+
+def test_a_line_without_an_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "MAX_LINE_BYTES", 1000)
+    with pytest.raises(TraceError, match=":2: is too long for a line"):
+        read_trace(write(tmp_path, MOONCAKE, "0" * 2000))
 
 
 def test_a_format_can_be_forced(tmp_path):

@@ -111,7 +111,9 @@ def _cost(model: str | None, bytes_per_token: int | None, dtype: str) -> "ModelC
     if model is not None and bytes_per_token is not None:
         raise typer.BadParameter("give --model or --bytes-per-token, not both")
     if model is not None:
-        return cost_of(_model_config(Path(model)), Path(model).name, dtype)
+        path = Path(model).absolute()
+        name = path.parent.name if path.name == "config.json" else path.name
+        return cost_of(_model_config(path), name, dtype)
     if bytes_per_token is not None:
         return ModelCost("unknown", bytes_per_token, 0, 0, 0)
     return None
