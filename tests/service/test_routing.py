@@ -2,14 +2,18 @@
 
 import asyncio
 import os
+import pickle
 import socket
+import time
 from contextlib import ExitStack
 
 import pytest
 import trustme
+from typer.testing import CliRunner
 
 from prefixcache.errors import ConfigurationError, InvalidArgument, NotFound, Unavailable
 from prefixcache_service import AsyncClient, Branch, Client, Delta, routing
+from prefixcache_service.cli import app
 from prefixcache_service.ports import advertised
 from prefixcache_service.tenants import entry_for, fresh_token
 from prefixcache_service.tls import TlsFiles
@@ -51,14 +55,23 @@ def client(balancer):
         yield client
 
 
+def until_answered(call):
+    """What a call gives once it goes through: it may meet the connection that is being cut, or come
+    before gRPC connects again."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return call()
+        except Unavailable:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 def moved(balancer, client, away_from):
     """A sequence of the same client on the other server, kept."""
-    for _ in range(50):
+    for _ in range(20):
         balancer.cut()
-        try:
-            other = client.generate(PROMPT, keep_seconds=60, **SAMPLED)
-        except Unavailable:  # sent over the connection that was being cut
-            continue
+        other = until_answered(lambda: client.generate(PROMPT, keep_seconds=60, **SAMPLED))
         if other.address != away_from:
             return other
         client.release(other.sequence_id)
@@ -150,15 +163,13 @@ def test_a_dead_holder_is_named_and_its_tokens_go_on_elsewhere_with_the_same_bit
             client.fork([Branch(parent.sequence_id)], **SAMPLED)
         assert caught.value.address == parent.address
         assert parent.address in str(caught.value)
+        assert pickle.loads(pickle.dumps(caught.value)).address == parent.address
         with pytest.raises(Unavailable, match=parent.address):
             client.release(parent.sequence_id)
         tokens = [*PROMPT, *parent.token_ids, 50]
-        for _ in range(50):
-            try:
-                after = client.generate(tokens, stream_key=before.stream_key, **SAMPLED)
-            except Unavailable:  # the balancer's connection to the dead one
-                continue
-            break
+        after = until_answered(
+            lambda: client.generate(tokens, stream_key=before.stream_key, **SAMPLED)
+        )
         assert after.address != parent.address
         assert after.token_ids == before.token_ids
         assert after.logprobs == before.logprobs
@@ -218,6 +229,17 @@ def test_the_second_connection_has_the_same_token_and_certificates(tiny_config, 
         (out,) = client.fork([Branch(parent.sequence_id)], **SAMPLED)
         assert out.address == parent.address
         assert client.release(parent.sequence_id).sequence_ids == (parent.sequence_id,)
+
+
+def test_the_command_line_says_where_a_sequence_is_held(pair):
+    server = pair[0]
+    flags = ["--server", server.target, "--max-tokens", "2"]
+    done = CliRunner().invoke(app, ["generate", "Hello", "--keep", "60", *flags])
+    assert f": on {server.target}, " in done.stderr
+    sequence_id = done.stderr.split()[1].rstrip(":")
+    assert CliRunner().invoke(app, ["fork", sequence_id, *flags]).exit_code == 0
+    with server.client() as client:
+        client.release(sequence_id)
 
 
 def test_without_an_advertised_address_nothing_is_told(server):
