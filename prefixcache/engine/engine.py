@@ -145,6 +145,7 @@ class Engine:
         self.registry.expire()  # what is past its time counts no more
         self._check_queue(command.tenant)
         group = self._group(command)
+        group.trace_parent = command.trace_parent
         self._check_leases(group)
         self.quotas.take_in(group, num_prompt_tokens(command))
         for sequence in group.sequences:

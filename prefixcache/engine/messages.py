@@ -23,6 +23,7 @@ class Generate:
 
     tenant: whose it is, here and below. Nothing is shared or seen across tenants, whatever the
         salts. Empty where the server knows no tenants.
+    trace_parent: W3C context of the caller's span, here and below; the engine only hands it on.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class Generate:
     priority: int = 0
     keep_seconds: float = 0.0
     tenant: str = ""
+    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Fork:
     cache_salt: str = ""
     priority: int = 0
     tenant: str = ""
+    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Score:
     priority: int = 0
     top_logprobs: int = 0
     tenant: str = ""
+    trace_parent: str = ""
 
 
 def num_prompt_tokens(request: Generate | Fork | Score) -> int:

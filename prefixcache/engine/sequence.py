@@ -171,6 +171,7 @@ class SequenceGroup:
     the others are forked from it when it is done. beam: the search that the sequences serve, whose
     `live` ones are its running beams in order. first: the sequence that ran the prompt.
     most_blocks: what it may hold when all of it has grown to its end.
+    trace_parent: as in its command.
     """
 
     request_id: str
@@ -182,6 +183,7 @@ class SequenceGroup:
     is_fork: bool = False
     beam: BeamSearch | None = None
     most_blocks: int = 0
+    trace_parent: str = ""
     first: Sequence = field(init=False)
 
     def __post_init__(self) -> None:

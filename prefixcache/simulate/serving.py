@@ -141,10 +141,17 @@ class Serving:
             if self._prefilling or self._decoding:
                 self._advance(arriving[0].arrival if arriving and self._timed else math.inf)
             elif arriving:
-                self._clock = max(self._clock, arriving[0].arrival)
+                self._idle_until(arriving[0].arrival)
         self.served.seconds = self._clock
         self.served.course = _thinned(self.served.course)
         return self.served
+
+    def _idle_until(self, arrival: float) -> None:
+        """Nothing runs before the next request arrives."""
+        if arrival - self._clock >= self._sampled_at:
+            rest = 0, len(self._waiting), self.manager.num_in_use
+            self.served.course += [(self._clock, *rest), (arrival, *rest)]
+        self._clock = max(self._clock, arrival)
 
     # ------------------------------------------------------------ arrival
 

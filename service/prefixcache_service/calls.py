@@ -11,6 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -165,7 +166,15 @@ class Calls:
         """Who calls. Raises Unavailable, Unauthenticated."""
         if self._refusal is not None:
             raise Unavailable(self._refusal)
-        if self._tenants is None:
+        metadata = context.invocation_metadata() or ()
+        caller = self._tenant(self._tenants, context, metadata)
+        call.tenant = caller.name
+        traces = [value for key, value in metadata if key == "traceparent"]
+        return replace(caller, trace_parent=traces[0]) if traces else caller
+
+    @staticmethod
+    def _tenant(tenants: Tenants | None, context: Context, metadata: Any) -> Tenant:
+        if tenants is None:
             return EVERYBODY
         shown = context.auth_context()
         names = [
@@ -173,9 +182,7 @@ class Calls:
             for key in ("x509_subject_alternative_name", "x509_common_name")
             for name in shown.get(key, ())
         ]
-        caller = self._tenants.of_caller(context.invocation_metadata() or (), names)
-        call.tenant = caller.name
-        return caller
+        return tenants.of_caller(metadata, names)
 
     def _admit(self, kind: type[Message], data: bytes, call: "_Call") -> Message:
         request = strict.parse(kind, data)

@@ -118,6 +118,7 @@ _HISTOGRAMS = {
 _VLLM_HISTOGRAMS = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": "time_between_tokens_seconds",
+    "time_per_output_token_seconds": "time_between_tokens_seconds",  # before vLLM 0.11
     "e2e_request_latency_seconds": "request_duration_seconds",
     "request_queue_time_seconds": "queue_time_seconds",
     "request_prefill_time_seconds": "prefill_time_seconds",

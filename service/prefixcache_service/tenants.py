@@ -46,12 +46,14 @@ class Tenant:
     """Who calls. The default is everybody, where the server knows no tenants.
 
     admin: may see and do what concerns all. priority: none of its requests is more urgent.
+    trace_parent: W3C context of the span in which it calls; empty without one.
     """
 
     name: str = ""
     admin: bool = True
     priority: int = MOST_URGENT
     policy: TenantPolicy = field(default_factory=lambda: TenantPolicy(""))
+    trace_parent: str = ""
 
     def own(self, command: C) -> C:
         """The command as this tenant's: it reaches nothing of others, and is in no greater hurry.
@@ -66,7 +68,12 @@ class Tenant:
         if isinstance(command, engine.Generate | engine.Fork | engine.Score):
             urgency = max(command.priority, self.priority)
             request_id = self.request_id(command.request_id)
-            command = replace(command, priority=urgency, request_id=request_id)
+            command = replace(
+                command,
+                priority=urgency,
+                request_id=request_id,
+                trace_parent=self.trace_parent,
+            )
         return replace(command, tenant=self.name)
 
     def request_id(self, request_id: str) -> str:

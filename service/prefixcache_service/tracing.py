@@ -1,10 +1,12 @@
 """OpenTelemetry: one span a request, with its queueing, prefill and decoding as children.
 
-An observer of the engine. A span is open while its request lives, so that forks of it can be linked
-to it; ended ones are sent by the exporter's own thread. Needs the extra `prefixcache[tracing]`.
-Prompts and texts are never in a span.
+An observer of the engine. Where the caller sent the context of a trace (W3C `traceparent`), the
+span is part of that, and is sampled where that is. A span is open while its request lives, so that
+forks of it can be linked to it; ended ones are sent by the exporter's own thread. Needs the extra
+`prefixcache[tracing]`. Prompts and texts are never in a span.
 """
 
+import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -22,13 +24,19 @@ from opentelemetry.trace import (
     StatusCode,
     set_span_in_context,
 )
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from prefixcache.engine.observer import EngineObserver
 from prefixcache.engine.sequence import Sequence, SequenceGroup
 from prefixcache.errors import PrefixCacheError
 
+CLOSING_SECONDS = 2.0
+
 MAX_PARENTS = 65_536
 """Sequences that a later fork's span can be linked to; the oldest are forgotten."""
+
+
+_W3C = TraceContextTextMapPropagator()
 
 
 @dataclass(slots=True)
@@ -59,14 +67,17 @@ class Tracing(EngineObserver):
         self._parents: OrderedDict[str, SpanContext] = OrderedDict()
 
     def close(self) -> None:
-        """Send what is left."""
-        self._provider.shutdown()
+        """Send what is left. A collector that does not take it must not hold the server up."""
+        sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        sending.start()
+        sending.join(CLOSING_SECONDS)
 
     def queued(self, group: SequenceGroup) -> None:
         """A request was taken in: its span begins."""
         now = time.time_ns()
         name = "fork" if group.is_fork else "generate"
-        span = self._start(name, group.request_id, now, self._links(group.sequences))
+        links = self._links(group.sequences)
+        span = self._start(name, group.request_id, now, links, group.trace_parent)
         self._requests[group.request_id] = _Request(span, now)
 
     def admitted(self, sequence: Sequence, group: SequenceGroup, *, again: bool) -> None:
@@ -116,9 +127,12 @@ class Tracing(EngineObserver):
                 self._tracer.start_span(name, context, start_time=start).end(end or now)
         request.span.end(now)
 
-    def _start(self, name: str, request_id: str, now: int, links: list[Link]) -> Span:
+    def _start(
+        self, name: str, request_id: str, now: int, links: list[Link], trace_parent: str = ""
+    ) -> Span:
         return self._tracer.start_span(
             name,
+            _W3C.extract({"traceparent": trace_parent}),
             kind=SpanKind.SERVER,
             start_time=now,
             links=links,

@@ -133,6 +133,9 @@ def test_names_of_vllm_have_its_labels_and_units(metered):
     assert samples["vllm:num_requests_running", *labels] == 0
     assert samples["vllm:kv_cache_usage_perc", *labels] == 0
     assert samples["vllm:time_to_first_token_seconds_count", *labels] == 9
+    gaps = samples["prefixcache_time_between_tokens_seconds_count",]
+    assert samples["vllm:inter_token_latency_seconds_count", *labels] == gaps == 45 - 12
+    assert samples["vllm:time_per_output_token_seconds_count", *labels] == gaps
     assert samples["vllm:e2e_request_latency_seconds_count", *labels] == 9
     ended = of(samples, "vllm:request_success_total", "finished_reason")
     assert ended == {"stop": 0, "length": 12, "abort": 0}

@@ -57,6 +57,12 @@ def test_one_request_takes_its_prefill_and_one_step_a_token_behind_the_first():
     assert chunked.first_token == [3.0]
 
 
+def test_between_two_requests_far_apart_nothing_runs():
+    served, _ = serve([lengths(0, 40, 10), lengths(1000, 40, 10)], 16, MODEL)
+    idle = [point for point in served.course if point[1] == 0]
+    assert [point[0] for point in idle] == [pytest.approx(served.course[0][0], abs=1), 1000]
+
+
 def test_seconds_of_one_request_are_the_sum_of_its_steps():
     served, _ = serve([lengths(3.0, 40, 30)], 16, MODEL)
     cost = StepCost(MODEL, HARDWARE)
