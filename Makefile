@@ -12,13 +12,14 @@ DEVICE ?=
 # How long `make soak` runs.
 SECONDS ?= 1800
 
-.PHONY: help data demo serve test test-all soak load gpu-check check format proto clean
+.PHONY: help data demo serve test test-all soak fuzz load gpu-check check format proto clean
 
 help:
 	@echo "make demo      install, fetch the default model, start a server, run a guided tour"
 	@echo "make serve     keep a server up (ARGS='--port 50100' passes flags on)"
 	@echo "make test      the tests, a few minutes      make test-all   the slow ones too"
 	@echo "make soak      everything at once for half an hour (SECONDS=120 ARGS='--seed 7')"
+	@echo "make fuzz      odd inputs for an hour (ARGS='--minutes 5 --target gguf')"
 	@echo "make load      latency against offered rate, beside a peer's server"
 	@echo "make gpu-check what only a GPU can show (DEVICE=cpu: toy sizes, interpreted)"
 	@echo "make data      fetch the public traces that the simulator replays"
@@ -50,6 +51,9 @@ test-all: $(VENV)/model
 
 soak: $(VENV)/model
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(ARGS)
+
+fuzz: $(VENV)/model
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 load: $(VENV)/model
 	$(BIN)/python -m benchmarks.load --json $(ARGS)

@@ -19,6 +19,9 @@ import jinja2.parser
 from prefixcache.errors import FailedPrecondition, InvalidArgument
 from prefixcache.model.chat_sandbox import BoundedEnvironment
 
+MAX_SOURCE = 1 << 20
+"""Characters of a template."""
+
 
 class ChatTemplate:
     """A model's chat template, compiled at first use.
@@ -65,9 +68,15 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
+        if len(self.source) > MAX_SOURCE:
+            raise FailedPrecondition(
+                f"the model's chat template has {len(self.source)} characters; at most "
+                f"{MAX_SOURCE} are compiled: send text instead"
+            )
+        self._environment.begin()
         try:
             return self._environment.from_string(self.source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # Python, which jinja compiles to, has bounds of its own
             raise FailedPrecondition(
                 f"the model's chat template cannot be compiled ({error}); send text instead"
             ) from error
@@ -88,13 +97,15 @@ def _environment() -> BoundedEnvironment:
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     return environment
 
 
-def _to_json(
+@jinja2.pass_environment
+def _to_json(  # noqa: PLR0917 (as templates call it)
+    environment: BoundedEnvironment,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -102,9 +113,10 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON; jinja's own filter escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return environment.concat(encoder.iterencode(value))
 
 
 def _raise(message: str) -> NoReturn:

@@ -173,7 +173,7 @@ class _Vocabulary:
 def _split_of(file: GgufFile) -> _Split:
     """Old files name no split; they are read as GPT-2's, as everyone does."""
     name = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
-    split = SPLITS.get("gpt-2" if name == "default" else name)
+    split = SPLITS.get("gpt-2" if name == "default" else name) if isinstance(name, str) else None
     if split is None:
         raise ModelError(
             f"{file.path}: field tokenizer.ggml.pre is {name!r}, a way to split text that is not "

@@ -182,11 +182,59 @@ def test_a_template_that_never_ends_is_stopped(
         "{{ 9 ** 9 ** 9 ** 9 }}",
         "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}"
         "{% endfor %}",
+        "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}"
+        "{% endfor %}",
+        "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}"
+        "{% endfor %}",
+        "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+        "{% macro m() %}{% for i in range(99999) %}{{ i|center(9999) }}{% endfor %}{% endmacro %}"
+        "{{ m() }}",
+        "{{ 'x' | center(10000000000) }}",
+        "{{ 'x' | indent(10000000000) }}",
+        "{{ ['x'] | map('center', 10000000000) | list }}",
+        "{{ 'x'.ljust(10000000000) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '%10000000000d' | format(1) }}",
+        "{{ '{:>10000000000}'.format(1) }}",
+        "{{ ('x' * 9999) | replace('x', 'y' * 9999) }}",
+        "{{ messages | tojson(indent=10000000000) }}",
+        "{{ 5 | round(-10000000000) }}",
+        "{{ range(99999) | join('x' * 9999) }}",
     ],
 )
 def test_a_template_cannot_make_something_huge(large: str) -> None:
-    with pytest.raises(InvalidArgument, match="too large"):
+    with pytest.raises(InvalidArgument, match=r"too large|too much text"):
         ChatTemplate(large).render(HI)
+
+
+def test_what_a_template_keeps_on_the_way_is_bounded_too() -> None:
+    keeps = "{% for i in range(99999) %}{% set ns.l = [ns.l, ('x' * 9999)[1:]] %}{% endfor %}"
+    with pytest.raises(InvalidArgument, match="too much text"):
+        ChatTemplate("{% set ns = namespace(l=0) %}" + keeps).render(HI)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{% for a in 'x' %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
+        ("x" * (1 << 20) + "x", "1048577 characters"),
+    ],
+)
+def test_a_template_that_no_one_can_compile_is_the_models_fault(source: str, says: str) -> None:
+    with pytest.raises(FailedPrecondition, match=says):
+        ChatTemplate(source).render(HI)
+
+
+def test_long_chats_are_no_huge_values() -> None:
+    """A million characters, through what real templates do with each message."""
+    template = ChatTemplate(
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content | trim + '\n' }}"
+        "{{ m.content.split('</think>')[-1].lstrip('\n') | tojson }}{% endfor %}"
+        "{{ messages | tojson(indent=4) }}"
+    )
+    chat = [{"role": "user", "content": f"{at} <b>\n" + "word " * 200} for at in range(1000)]
+    assert len(template.render(chat)) > 3_000_000
 
 
 @pytest.mark.parametrize(

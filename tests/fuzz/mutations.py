@@ -1,0 +1,29 @@
+"""Bytes that were once right."""
+
+from hypothesis import strategies as st
+
+_BYTES = st.sampled_from([0, 1, 2, 0x7F, 0x80, 0xFE, 0xFF]) | st.integers(0, 255)
+_KINDS = st.sampled_from(["set", "insert", "cut", "repeat", "truncate"])
+
+
+@st.composite
+def mutated(draw: st.DrawFn, data: bytes, first: int | None = None) -> bytes:
+    """`data` with some bytes changed, put in, left out or repeated; only among the first ones."""
+    found = bytearray(data)
+    for _ in range(draw(st.integers(1, 4))):
+        if not found:
+            break
+        at = draw(st.integers(0, min(len(found), first or len(found)) - 1))
+        size = draw(st.integers(1, 16))
+        match draw(_KINDS):
+            case "set":
+                found[at] = draw(_BYTES)
+            case "insert":
+                found[at:at] = bytes(draw(st.lists(_BYTES, min_size=1, max_size=8)))
+            case "cut":
+                del found[at : at + size]
+            case "repeat":
+                found[at:at] = found[at : at + size]
+            case _:
+                del found[at:]
+    return bytes(found)
