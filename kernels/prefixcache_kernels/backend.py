@@ -114,7 +114,11 @@ class DecoderLayers(Protocol):
 
 
 class Kernels(Protocol):
-    """The operations of a decoder layer. Rows are [T, width], contiguous, in the model's dtype."""
+    """The operations of a decoder layer. Rows are [T, width], contiguous, in the model's dtype.
+
+    A wrong shape, dtype, device or stride, and a block id, slot or position out of range, raise
+    ValueError naming the argument, before anything is written.
+    """
 
     name: str
     span: int

@@ -40,7 +40,7 @@ def select_kernels(
         BuildError: "cpu" or "int8" was asked for and cannot be compiled here.
     """
     if name not in BACKENDS:
-        raise ValueError(f"backend {name!r}: one of {', '.join(map(repr, BACKENDS))}")
+        raise ValueError(f"attention_backend {name!r}: one of {', '.join(map(repr, BACKENDS))}")
     if activation_quantization is not None:
         return _int8_kernels(name, device, dtype, activation_quantization)
     if name == "triton" or (name == "auto" and device.type == "cuda"):
@@ -48,18 +48,24 @@ def select_kernels(
         if triton is not None:
             return triton
     if batch_invariant and device.type != "cpu":
-        raise ValueError(f"backend {name!r}: gives no batch-invariant results on {device.type}")
+        raise ValueError(
+            f"batch_invariant: attention_backend {name!r} gives no such results on {device.type}, "
+            "only triton does"
+        )
     serves = device.type == "cpu" and dtype == torch.float32
     if name == "cpu" and not serves:
-        raise ValueError(f"backend 'cpu': serves float32 on the CPU, not {dtype} on {device.type}")
+        raise ValueError(
+            f"attention_backend 'cpu': serves float32 on the CPU, not {_name(dtype)} on "
+            f"{device.type}; choose dtype float32, or attention_backend auto"
+        )
     if name == "torch" or not serves:
         return TorchKernels(device, dtype)
     try:
         return CpuKernels(_library())
     except BuildError as error:
         if name == "cpu":
-            raise
-        _log.warning("CPU kernels are not available, using torch's: %s", error)
+            raise BuildError(f"attention_backend 'cpu': {error}") from None
+        _log.warning("CPU kernels are not available, using torch's, which are slower: %s", error)
         return TorchKernels(device, dtype)
 
 
@@ -70,10 +76,20 @@ def _int8_kernels(
         raise ValueError(f"activation_quantization {activation_quantization!r}: None or 'int8'")
     if name not in ("auto", "cpu") or device.type != "cpu" or dtype != torch.float32:
         raise ValueError(
-            "activation_quantization 'int8': served by backend 'cpu' in float32, not by "
-            f"{name!r} in {dtype} on {device.type}"
+            "activation_quantization 'int8': served by attention_backend 'cpu' in float32, not by "
+            f"{name!r} in {_name(dtype)} on {device.type}; choose attention_backend auto and dtype "
+            "float32, or leave it out"
         )
-    return CpuKernels(_library(), int8=True)
+    try:
+        return CpuKernels(_library(), int8=True)
+    except BuildError as error:
+        raise BuildError(
+            f"activation_quantization 'int8' needs compiled kernels: {error}"
+        ) from None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _triton(
@@ -85,7 +101,7 @@ def _triton(
         from prefixcache_kernels.triton_backend import TritonKernels  # noqa: PLC0415
     except ImportError as error:
         if name == "triton":
-            raise ValueError(f"backend 'triton': {error}") from error
+            raise ValueError(f"attention_backend 'triton': {error}") from error
         _log.warning("Triton is not available, using torch's kernels: %s", error)
         return None
     return TritonKernels(device, dtype, batch_invariant=batch_invariant)

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from prefixcache_kernels import reference
-from prefixcache_kernels.backend import Cache, DecoderLayers, Heads, Layer, Linear, Weight
+from prefixcache_kernels.backend import (
+    Cache,
+    DecoderLayers,
+    Heads,
+    Layer,
+    Linear,
+    QuantizedCache,
+    Weight,
+)
+from prefixcache_kernels.checks import FLOATS, Reach, check, check_copies, check_work, require
 from prefixcache_kernels.layers import LayerByLayer
 from prefixcache_kernels.work import SPAN, Int64, StepWork
 
@@ -27,6 +36,9 @@ class TorchPlan:
     blocks: Tensor  # int64 [W]
     offsets: Tensor  # int64 [W]
     spans: dict[int | None, reference.SpanPlan]
+    tokens: int
+    block_size: int
+    reach: Reach
 
 
 class TorchKernels:
@@ -88,6 +100,9 @@ class TorchKernels:
 
     def prepare(self, work: StepWork, heads: Heads, rope_table: Tensor) -> TorchPlan:
         """See `Kernels.prepare`."""
+        reach = check_work(work, self.span)
+        check(rope_table, "rope_table", (None, heads.dim), (torch.float32,), rope_table.device)
+        reach.require_turned(rope_table)
         positions = torch.from_numpy(work.positions).to(self._device, torch.int64).clamp_min_(0)
         cos, sin = rope_table[positions].to(self._dtype).unsqueeze(1).chunk(2, -1)  # [T, 1, D/2]
         slots = torch.from_numpy(work.slots).to(self._device)
@@ -115,14 +130,20 @@ class TorchKernels:
             slots // work.block_size,
             slots % work.block_size,
             spans,
+            len(work.positions),
+            work.block_size,
+            reach,
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
+        check(weight, "weight", (x.shape[-1],), (x.dtype,), x.device)
         return reference.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.add_rms_norm`."""
+        check(residual, "residual", tuple(x.shape), (x.dtype,), x.device)
+        check(weight, "weight", (x.shape[-1],), (x.dtype,), x.device)
         return reference.add_rms_norm(x, residual, weight, eps)
 
     def rope_write_kv(
@@ -134,7 +155,14 @@ class TorchKernels:
         qk_norm: tuple[Tensor, Tensor, float] | None,
     ) -> Tensor:
         """See `Kernels.rope_write_kv`."""
-        heads, tokens = plan.heads, qkv.shape[0]
+        heads, tokens = plan.heads, plan.tokens
+        width = (heads.query + 2 * heads.kv) * heads.dim
+        check(qkv, "qkv", (tokens, width), FLOATS, qkv.device)
+        require(qkv.is_contiguous(), "qkv", "must be contiguous")
+        self._check_caches(plan, k_cache, v_cache, qkv)
+        plan.reach.require_written(k_cache.shape[0], plan.block_size)
+        for weight in qk_norm[:2] if qk_norm else ():
+            check(weight, "qk_norm", (heads.dim,), (qkv.dtype,), qkv.device)
         states = qkv.view(tokens, heads.query + 2 * heads.kv, heads.dim)
         qk, v = torch.split(states, [heads.query + heads.kv, heads.kv], 1)  # [T, heads, D]
         if qk_norm is not None:
@@ -151,14 +179,34 @@ class TorchKernels:
         self, q: Tensor, k_cache: Cache, v_cache: Cache, plan: TorchPlan, window: int | None
     ) -> Tensor:
         """See `Kernels.paged_attention`."""
+        check(q, "q", (plan.tokens, plan.heads.query * plan.heads.dim), FLOATS, q.device)
+        self._check_caches(plan, k_cache, v_cache, q)
+        plan.reach.require_read(k_cache.shape[0])
+        require(window in plan.spans, "window", f"{window} was not planned for")
         scale = plan.heads.dim**-0.5
         return reference.paged_attention(q, k_cache, v_cache, plan.spans[window], scale)
 
+    @staticmethod
+    def _check_caches(plan: TorchPlan, k_cache: Cache, v_cache: Cache, rows: Tensor) -> None:
+        """Check shapes and devices of both; their dtype may be any that torch widens."""
+        blocks, kv, dim, size = k_cache.shape[0], plan.heads.kv, plan.heads.dim, plan.block_size
+        for cache, name, shape in (
+            (k_cache, "k_cache", (blocks, kv, dim, size)),
+            (v_cache, "v_cache", (blocks, kv, size, dim)),
+        ):
+            data = cache.data if isinstance(cache, QuantizedCache) else cache
+            require(data.shape == shape, name, f"shape must be {shape}, not {tuple(data.shape)}")
+            where = rows.device
+            require(data.device == where, name, f"must be on {where}, not on {data.device}")
+
     def copy_blocks(self, caches: Sequence[Tensor], sources: Int64, targets: Int64) -> None:
         """See `Kernels.copy_blocks`."""
+        for cache in caches:
+            check_copies(sources, targets, cache.shape[1])
         ids = (torch.from_numpy(ids).to(self._device) for ids in (sources, targets))
         reference.copy_blocks([layer for cache in caches for layer in cache], *ids)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
+        require(gate_up.shape[-1] % 2 == 0, "gate_up", "width must be even")
         return reference.silu_mul(gate_up)

@@ -47,6 +47,6 @@ def test_where_it_is_not_served_the_engine_says_so() -> None:
     with pytest.raises(ConfigurationError, match="activation_quantization 'int4': None or 'int8'"):
         EngineConfig(activation_quantization="int4")
     with pytest.raises(
-        ConfigurationError, match="served by backend 'cpu' in float32, not by 'torch'"
+        ConfigurationError, match="served by attention_backend 'cpu' in float32, not by 'torch'"
     ):
         _engine(activation_quantization="int8", attention_backend="torch")

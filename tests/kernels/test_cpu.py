@@ -1,6 +1,7 @@
 """The compiled CPU kernels: weights in their own format, the build and its fallback, refusals."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,9 +80,12 @@ def test_exp_is_accurate_to_a_few_units_in_the_last_place() -> None:
 def test_auto_is_the_compiled_backend_and_torch_where_it_does_not_serve() -> None:
     assert isinstance(select_kernels("auto", CPU, torch.float32), CpuKernels)
     assert isinstance(select_kernels("auto", CPU, torch.bfloat16), TorchKernels)
-    with pytest.raises(ValueError, match=r"serves float32 on the CPU, not torch\.bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match="attention_backend 'cpu': serves float32 on the CPU, not bfloat16 on cpu; choose",
+    ):
         select_kernels("cpu", CPU, torch.bfloat16)
-    with pytest.raises(ValueError, match="backend 'gpu': one of 'auto'"):
+    with pytest.raises(ValueError, match="attention_backend 'gpu': one of 'auto'"):
         select_kernels("gpu", CPU, torch.float32)
 
 
@@ -91,7 +95,9 @@ def test_batch_invariance_is_promised_on_the_cpu_and_refused_where_it_cannot_be(
         assert select_kernels(name, CPU, torch.float32).same_bits
     gpu = torch.device("cuda")
     assert not select_kernels("torch", gpu, torch.bfloat16).same_bits
-    with pytest.raises(ValueError, match="'torch': gives no batch-invariant results on cuda"):
+    with pytest.raises(
+        ValueError, match="batch_invariant: attention_backend 'torch' gives no such results on cuda"
+    ):
         select_kernels("torch", gpu, torch.bfloat16, batch_invariant=True)
 
 
@@ -106,13 +112,70 @@ def test_without_a_compiler_auto_falls_back_and_says_why(
         select_kernels("cpu", CPU, torch.float32)
 
 
+@pytest.mark.parametrize("how", ["no compiler", "no directory", "no home"])
+def test_a_start_that_cannot_compile_says_what_to_do(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PREFIXCACHE_HOME", str(tmp_path / "file"))  # for root nothing is read-only
+    expected = r"cannot write .* set PREFIXCACHE_HOME to a directory that can be written"
+    if how == "no compiler":
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        expected = r"no C\+\+ compiler found: install g\+\+, or name one in \$CXX"
+    elif how == "no home":
+        monkeypatch.delenv("PREFIXCACHE_HOME")
+        monkeypatch.setattr(Path, "home", _no_home)
+        expected = "no home; set PREFIXCACHE_HOME to a directory"
+    assert isinstance(select_kernels("auto", CPU, torch.float32), TorchKernels)
+    assert re.search(f"using torch's, which are slower: .*{expected}", caplog.text)
+    with pytest.raises(BuildError, match=f"attention_backend 'cpu': .*{expected}"):
+        select_kernels("cpu", CPU, torch.float32)
+    with pytest.raises(BuildError, match=f"activation_quantization 'int8' needs .*{expected}"):
+        select_kernels("auto", CPU, torch.float32, activation_quantization="int8")
+
+
+def _no_home() -> Path:
+    raise RuntimeError("no home")
+
+
+def test_a_library_that_was_cut_short_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded, the lack of its last page would end the process."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || eval "date +%N > \\${$#}"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    for kept in (0, 3, -1):
+        path = build(tmp_path / "kernels")
+        whole = path.read_bytes()
+        assert build(tmp_path / "kernels").read_bytes() == whole
+        path.write_bytes(whole[:kept])
+        assert len(build(tmp_path / "kernels").read_bytes()) == len(whole)
+
+
+@pytest.mark.slow
+def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
+    code = "from prefixcache_kernels.cpu.build import build; print(build(extra_flags=['-O0']))"
+    environment = {**os.environ, "PREFIXCACHE_HOME": str(tmp_path)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
+        for _ in range(2)
+    ]
+    first, second = (Path(process.communicate()[0].decode().strip()) for process in running)
+    assert first == second
+    assert list((tmp_path / "kernels").iterdir()) == [first]
+    assert Library(first).attention_pairs > 0
+
+
 def test_a_failing_compiler_is_quoted_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "c++"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho disk on fire >&2\nexit 1\n')
     broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("CXX", f"{broken} ")
     with pytest.raises(BuildError, match="disk on fire"):
         build(tmp_path / "kernels")
     assert list((tmp_path / "kernels").iterdir()) == []
@@ -167,36 +230,3 @@ def test_narrower_processors_compute_the_same_within_rounding(
         q = kernels.rope_write_kv(qkv.clone(), plan, *caches, None)
         outs.append(kernels.paged_attention(q, *caches, plan, None))
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
-
-
-def test_wrong_inputs_are_refused_by_name() -> None:
-    kernels = kernels_of("cpu")
-    layer = _linear(_weight("Q8_0", 32, 64))
-    heads, size = Heads(4, 2, 8), 16
-    plan = kernels.prepare(
-        plan_step(rows_step([(3, 3)], [[0]], size), size, [None]), heads, torch.zeros(8, 8)
-    )
-    keys, values = torch.zeros(1, 2, 8, size), torch.zeros(1, 2, size, 8)
-    rows = torch.zeros(3, 64)
-    for call, message in (
-        (lambda: layer(torch.zeros(3, 63)), "x: shape"),
-        (lambda: layer(torch.zeros(3, 64, dtype=torch.float64)), "x: must be contiguous float32"),
-        (lambda: layer(torch.zeros(64, 3).T), "x: must be contiguous float32"),
-        (lambda: kernels.rms_norm(rows, torch.ones(63), 1e-5), "weight: shape"),
-        (lambda: kernels.add_rms_norm(rows, rows[:2], rows[0], 1e-5), "residual: shape"),
-        (lambda: kernels.rope_write_kv(rows[:2], plan, keys, values, None), "qkv: shape"),
-        (lambda: kernels.rope_write_kv(rows, plan, keys.half(), values, None), "k_cache: must be"),
-        (lambda: kernels.paged_attention(rows, keys, values, plan, None), "q: float32"),
-        (
-            lambda: kernels.paged_attention(rows[:, :32], keys, values.mT, plan, None),
-            "v_cache: must be",
-        ),
-        (
-            lambda: kernels.paged_attention(
-                rows[:, :32], torch.zeros(1, 2, size, 8).mT, values, plan, None
-            ),
-            "k_cache: the last dimension",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()

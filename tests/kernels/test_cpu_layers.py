@@ -1,5 +1,7 @@
 """All layers in one call against the same operations one by one: the same bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -95,13 +97,37 @@ def test_wrong_inputs_are_refused_by_name() -> None:
     plan = kernels.prepare(work, HEADS, torch.zeros(8, HEADS.dim))
     x, caches = torch.zeros(3, HIDDEN), _caches(2)
     apart = torch.zeros(14, HEADS.kv + 1, HEADS.dim, BLOCK)[:, : HEADS.kv]
+    others = kernels.prepare(replace(work, groups={50: work.groups[None]}), HEADS, plan.angles)
+    far = plan_step(rows_step([(3, 3)], [[14]], BLOCK), BLOCK, [None], kernels.run_rows)
+    unread = replace(far, slots=work.slots)
     for arguments, message in (
         ((x[:2], plan, caches, None), "residual: shape"),
-        ((x.double(), plan, caches, None), "residual: must be contiguous float32"),
+        ((x.double(), plan, caches, None), "residual: dtype"),
+        ((torch.zeros(HIDDEN, 3).T, plan, caches, None), "residual: the last dimension"),
+        ((x.to("meta"), plan, caches, None), "residual: must be on cpu"),
         ((x, plan, caches[:1], None), "caches: 2 layers needed"),
-        ((x, plan, [caches[0], (caches[1][0].half(), caches[1][1])], None), "k_cache: must be"),
+        ((x, plan, [caches[0], (caches[1][0].half(), caches[1][1])], None), "k_cache: dtype"),
         ((x, plan, [caches[0], (apart, caches[1][1])], None), "caches: strides must be the same"),
-        ((x, plan, caches, torch.zeros(1)), "rows: must be contiguous int64"),
+        ((x, plan, caches, torch.zeros(1)), "rows: dtype"),
+        ((x, plan, caches, torch.tensor([3])), r"rows: must be in \[0, 3\)"),
+        ((x, plan, caches, torch.tensor([-1])), "rows: must be in"),
+        ((x, others, caches, None), r"plan: made without the windows \{None\}"),
+        (
+            (x, kernels.prepare(far, HEADS, plan.angles), caches, None),
+            "slots: 226 in a cache of 224",
+        ),
+        (
+            (x, kernels.prepare(unread, HEADS, plan.angles), caches, None),
+            "block_table: block id 14",
+        ),
+        (
+            (x, kernels.prepare(work, HEADS, plan.angles[:2]), caches, None),
+            "positions: 2 in a rope",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             run(*arguments)
+    with pytest.raises(ValueError, match=r"norms: shape must be \(48\)"):
+        kernels.layers(layers, torch.ones(HIDDEN)[:, None], EPS)
+    with pytest.raises(ValueError, match="norms: dtype"):
+        kernels.layers(layers, final_norm.double(), EPS)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from prefixcache_kernels import reference
 from prefixcache_kernels.backend import DecoderLayers, Heads, Layer, Linear, Weight
+from prefixcache_kernels.checks import check, check_copies, require
 from prefixcache_kernels.cpu.layers import CpuLayers, head_norms
 from prefixcache_kernels.cpu.library import Library
-from prefixcache_kernels.cpu.linear import CpuLinear, Scratch, require_rows
+from prefixcache_kernels.cpu.linear import CpuLinear, Scratch, require_rows, require_vector
 from prefixcache_kernels.cpu.plan import CpuPlan, make_plan
 from prefixcache_kernels.work import SPAN, Int64, StepWork
 
@@ -51,7 +52,6 @@ class CpuKernels:
 
     def prepare(self, work: StepWork, heads: Heads, rope_table: Tensor) -> CpuPlan:
         """See `Kernels.prepare`."""
-        require_rows(rope_table, "rope_table")
         return make_plan(self._library, work, heads, rope_table)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -60,15 +60,13 @@ class CpuKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.add_rms_norm`."""
-        if residual.shape != x.shape:
-            raise ValueError(f"residual: shape must be {tuple(x.shape)}, as x")
+        check(residual, "residual", tuple(x.shape), (torch.float32,), x.device)
         require_rows(residual, "residual")
         return self._norm(x, residual, weight, eps)
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         require_rows(x, "x")
-        if weight.shape != x.shape[-1:]:
-            raise ValueError(f"weight: shape must be [{x.shape[-1]}], not {tuple(weight.shape)}")
+        require_vector(weight, "weight", x.shape[-1])
         out = torch.empty_like(x)
         self._library.rms_norm(
             x.data_ptr(),
@@ -84,12 +82,15 @@ class CpuKernels:
 
     def copy_blocks(self, caches: Sequence[Tensor], sources: Int64, targets: Int64) -> None:
         """See `Kernels.copy_blocks`."""
+        for cache in caches:
+            check_copies(sources, targets, cache.shape[1])
         ids = torch.from_numpy(sources), torch.from_numpy(targets)
         reference.copy_blocks([layer for cache in caches for layer in cache], *ids)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
         require_rows(gate_up, "gate_up")
+        require(gate_up.shape[1] % 2 == 0, "gate_up", "width must be even")
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
         self._library.silu_mul(
@@ -108,15 +109,17 @@ class CpuKernels:
         """See `Kernels.rope_write_kv`; rotates in place and returns a view of qkv."""
         heads = plan.heads
         width = (heads.query + 2 * heads.kv) * heads.dim
-        if qkv.shape != (plan.tokens, width):
-            raise ValueError(f"qkv: shape must be ({plan.tokens}, {width})")
+        check(qkv, "qkv", (plan.tokens, width), (torch.float32,), torch.device("cpu"))
         require_rows(qkv, "qkv")
+        shape = plan.cache_shape(k_cache, v_cache)
+        plan.reach.require_written(len(k_cache), plan.block_size)
+        plan.reach.require_turned(plan.angles)
         self._library.rope_write_kv(
             qkv.data_ptr(),
             plan.tokens,
             plan.rope,
-            plan.cache_shape(k_cache, v_cache),
-            head_norms(qk_norm),
+            shape,
+            head_norms(qk_norm, heads.dim),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             torch.get_num_threads(),
@@ -128,9 +131,10 @@ class CpuKernels:
     ) -> Tensor:
         """See `Kernels.paged_attention`; rows of q may be apart, as in a view of qkv."""
         width = plan.heads.query * plan.heads.dim
-        if q.shape != (plan.tokens, width) or q.dtype != torch.float32 or q.stride(1) != 1:
-            raise ValueError(f"q: float32 ({plan.tokens}, {width}) with adjacent columns")
+        check(q, "q", (plan.tokens, width), (torch.float32,), torch.device("cpu"))
         shape = plan.cache_shape(k_cache, v_cache)
+        plan.reach.require_read(len(k_cache))
+        require(window in plan.spans, "window", f"{window} was not planned for")
         spans = plan.spans[window]
         spans.work.partials = self._scratch.pointer(spans.partials)
         out = torch.empty(plan.tokens, width)

@@ -1,7 +1,8 @@
 """Compiles the C++ kernels once and caches the library under the user's cache directory.
 
 Owns the compiler's flags and the cache's key (sources, compiler, flags, processor). Never loads the
-library: that is `library.py`.
+library: that is `library.py`. A cached file ends with a digest of all before it, because loading a
+file that was cut short (a full disk, a lost power supply) can end the process.
 """
 
 import hashlib
@@ -9,11 +10,13 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -54,12 +57,10 @@ def build(directory: Path | None = None, extra_flags: Sequence[str] = ()) -> Pat
         BuildError: no compiler, no OpenMP runtime of torch's, or the compiler fails.
     """
     folder = directory or _cache_directory()
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if not compiler:
-        raise BuildError("no C++ compiler found (g++, or $CXX)")
+    compiler = _compiler()
     flags, runtime = [*FLAGS, *extra_flags], openmp_runtime()
     target = folder / f"cpu-{_key(compiler, [*flags, str(runtime)])}.so"
-    if target.is_file():
+    if _is_whole(target):
         return target
     _log.info("compiling the CPU kernels, once for this machine (about 10 s)")
     try:
@@ -67,10 +68,37 @@ def build(directory: Path | None = None, extra_flags: Sequence[str] = ()) -> Pat
         # Beside the target, so that the last step is a rename and no reader sees half a file.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
             library = _compile(compiler, flags, runtime, Path(scratch))
+            library.write_bytes(_sealed(library.read_bytes()))
             os.replace(library, target)
     except OSError as error:
-        raise BuildError(f"cannot write the compiled kernels to {folder}: {error}") from error
+        raise BuildError(
+            f"cannot write the compiled kernels to {folder}: {error}; set PREFIXCACHE_HOME to a "
+            "directory that can be written"
+        ) from error
     return target
+
+
+def _compiler() -> list[str]:
+    """The compiler's command, which $CXX may give with arguments."""
+    command = shlex.split(os.environ.get("CXX", ""))
+    found = shutil.which("g++") or shutil.which("c++")
+    if not command and not found:
+        raise BuildError("no C++ compiler found: install g++, or name one in $CXX")
+    return command or [str(found)]
+
+
+def _sealed(library: bytes) -> bytes:
+    return library + hashlib.sha256(library).digest()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there, and as it was written."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return content == _sealed(content[:-size])
 
 
 def openmp_runtime() -> Path:
@@ -89,15 +117,18 @@ def openmp_runtime() -> Path:
 
 def _cache_directory() -> Path:
     home = os.environ.get("PREFIXCACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache" / "prefixcache") / "kernels"
+    try:
+        return (Path(home) if home else Path.home() / ".cache" / "prefixcache") / "kernels"
+    except RuntimeError as error:  # a user without a home
+        raise BuildError(f"{error}; set PREFIXCACHE_HOME to a directory") from None
 
 
-def _key(compiler: str, flags: Sequence[str]) -> str:
+def _key(compiler: list[str], flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name in (*SOURCES, *HEADERS):
         digest.update((Path(__file__).parent / name).read_bytes())
-    version = _run([compiler, "--version"]).partition("\n")[0]
-    for part in (compiler, version, *flags, _processor()):
+    version = _run([*compiler, "--version"]).partition("\n")[0]
+    for part in (*compiler, version, *flags, _processor()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:24]
 
@@ -112,23 +143,20 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(compiler: str, flags: list[str], runtime: Path, scratch: Path) -> Path:
+def _compile(compiler: list[str], flags: list[str], runtime: Path, scratch: Path) -> Path:
     here = Path(__file__).parent
     objects = [scratch / f"{name}.o" for name in SOURCES]
     commands = [
-        [compiler, *flags, "-c", str(here / name), "-o", str(target)]
+        [*compiler, *flags, "-c", str(here / name), "-o", str(target)]
         for name, target in zip(SOURCES, objects, strict=True)
     ]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    for process in running:
-        _, errors = process.communicate(timeout=_TIMEOUT)
-        if process.returncode:
-            raise BuildError(f"{compiler} failed: {errors.strip()[-2000:]}")
+    with ThreadPoolExecutor(len(commands)) as pool:
+        list(pool.map(_run, commands))
     library = scratch / "kernels.so"
     # Linked to torch's own runtime by path, without -fopenmp, which would add the compiler's. A
     # compiler with another OpenMP interface leaves symbols undefined: better refused now.
     strict = ["-Wl,-z,defs"] if sys.platform == "linux" else []
-    _run([compiler, "-shared", *map(str, objects), str(runtime), *strict, "-o", str(library)])
+    _run([*compiler, "-shared", *map(str, objects), str(runtime), *strict, "-o", str(library)])
     return library
 
 
@@ -140,5 +168,7 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
     if result.returncode:
-        raise BuildError(f"{command[0]} failed: {result.stderr.strip()[-2000:]}")
+        raise BuildError(
+            f"{command[0]} failed with {result.returncode}: {result.stderr.strip()[-2000:]}"
+        )
     return result.stdout

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from prefixcache_kernels.backend import Layer, Linear
+from prefixcache_kernels.checks import check, require
 from prefixcache_kernels.cpu.library import (
     AttentionWork,
     CacheShape,
@@ -22,8 +23,10 @@ from prefixcache_kernels.cpu.library import (
     LinearLayer,
     Step,
 )
-from prefixcache_kernels.cpu.linear import CpuLinear, Scratch, require_rows
+from prefixcache_kernels.cpu.linear import CpuLinear, Scratch, require_rows, require_vector
 from prefixcache_kernels.cpu.plan import CpuPlan
+
+_CPU = torch.device("cpu")
 
 Caches = Sequence[tuple[Tensor, Tensor]]
 
@@ -34,7 +37,13 @@ class CpuLayers:
     def __init__(
         self, library: Library, layers: Sequence[Layer], final_norm: Tensor, eps: float
     ) -> None:
-        """layers: of `CpuLinear`s; norms float32 [hidden]."""
+        """layers: of `CpuLinear`s; norms float32 [hidden].
+
+        Raises:
+            ValueError: norms of another shape or dtype, or linear layers of another backend.
+        """
+        for norm in (final_norm, *(n for x in layers for n in (x.input_norm, x.post_norm))):
+            require_vector(norm, "norms", len(final_norm))
         self._library = library
         self._layers = tuple(layers)
         self._final_norm = final_norm
@@ -49,18 +58,24 @@ class CpuLayers:
     def __call__(
         self, residual: Tensor, plan: CpuPlan, caches: Caches, rows: Tensor | None
     ) -> Tensor:
-        """See `DecoderLayers.__call__`; rows must be in range.
+        """See `DecoderLayers.__call__`.
 
         Raises:
-            ValueError: an argument has another shape, dtype or layout than the kernels read.
+            ValueError: an argument has another shape, dtype or layout than the kernels read, or the
+                step reaches beyond the caches or the rope table.
         """
-        if residual.shape != (plan.tokens, self._hidden):
-            raise ValueError(f"residual: shape must be ({plan.tokens}, {self._hidden})")
+        check(residual, "residual", (plan.tokens, self._hidden), (torch.float32,), _CPU)
         require_rows(residual, "residual")
-        if rows is not None and (rows.dtype != torch.int64 or not rows.is_contiguous()):
-            raise ValueError(f"rows: must be contiguous int64, not {rows.dtype} {rows.stride()}")
+        if rows is not None:
+            check(rows, "rows", (None,), (torch.int64,), _CPU)
+            inside = not len(rows) or (int(rows.min()) >= 0 and int(rows.max()) < plan.tokens)
+            require(inside, "rows", f"must be in [0, {plan.tokens})")
         if self._caches is None or self._caches.of is not caches:
             self._caches = _Caches(caches, plan, len(self._layers))
+        blocks = len(caches[0][0])
+        plan.reach.require_written(blocks, plan.block_size)
+        plan.reach.require_read(blocks)
+        plan.reach.require_turned(plan.angles)
         out = torch.empty(plan.tokens if rows is None else len(rows), self._hidden)
         partials = self._partials.pointer(max(spans.partials for spans in plan.spans.values()))
         for spans in plan.spans.values():
@@ -87,6 +102,8 @@ class CpuLayers:
 
     def _works(self, plan: CpuPlan) -> "ctypes.Array[ctypes._Pointer[AttentionWork]]":
         """The work of each layer's window."""
+        missing = {layer.window for layer in self._layers} - set(plan.spans)
+        require(not missing, "plan", f"made without the windows {missing}")
         works = {w: ctypes.pointer(spans.work) for w, spans in plan.spans.items()}
         pointers = ctypes.POINTER(AttentionWork) * len(self._layers)
         return pointers(*(works[layer.window] for layer in self._layers))
@@ -109,11 +126,13 @@ class _Caches:
         self.values = pointers(*(values.data_ptr() for _, values in caches))
 
 
-def head_norms(qk_norm: tuple[Tensor, Tensor, float] | None) -> HeadNorms:
-    """The structure of a layer's norms of Q and K."""
+def head_norms(qk_norm: tuple[Tensor, Tensor, float] | None, dim: int) -> HeadNorms:
+    """The structure of a layer's norms of Q and K, for heads of this size."""
     if qk_norm is None:
         return HeadNorms()
     q, k, eps = qk_norm
+    for weight in (q, k):
+        require_vector(weight, "qk_norm", dim)
     return HeadNorms(q.data_ptr(), k.data_ptr(), eps)
 
 
@@ -125,7 +144,7 @@ def _weights(layer: Layer) -> LayerWeights:
         _structure(layer.output),
         _structure(layer.gate_up),
         _structure(layer.down),
-        head_norms(layer.qk_norm),
+        head_norms(layer.qk_norm, len(layer.qk_norm[0]) if layer.qk_norm else 0),
     )
 
 

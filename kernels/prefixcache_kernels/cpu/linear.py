@@ -11,7 +11,20 @@ import torch
 from torch import Tensor
 
 from prefixcache_kernels.backend import Weight
+from prefixcache_kernels.checks import check, require
 from prefixcache_kernels.cpu.library import Kind, Library, LinearLayer, Matrix
+
+_CPU = torch.device("cpu")
+_BLOCK = 32
+"""Values of a quantised block."""
+_BLOCK_BYTES = {
+    Kind.Q8_0: 34,
+    Kind.Q4_0: 18,
+    Kind.Q4_1: 20,
+    Kind.Q8_0_INT8: 34,
+    Kind.Q4_0_INT8: 18,
+    Kind.Q4_1_INT8: 20,
+}
 
 
 class Scratch:
@@ -43,11 +56,20 @@ class CpuLinear:
 
         int8: quantise x, in groups of 32, for weights of Q8_0, Q4_0 and Q4_1 (`int8.cpp`); those of
         other formats are multiplied in float32.
+
+        Raises:
+            ValueError: weights of other inputs than the first, blocks that do not fill their rows,
+                or a bias of another shape or dtype.
         """
         self._library = library
         self._scratch = scratch
         self.in_features = weights[0].shape[1]
         self.out_features = sum(weight.shape[0] for weight in weights)
+        for weight in weights:
+            wide = weight.shape[1] == self.in_features
+            require(wide, "weights", f"{self.in_features} inputs each, not {weight.shape[1]}")
+        if bias is not None:
+            require_vector(bias, "bias", self.out_features)
         matrices, tiles = [], []
         for kind, members in groupby(weights, lambda weight: _kind(weight, int8)):
             same = list(members)
@@ -66,9 +88,7 @@ class CpuLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Float32 [M, in], contiguous → [M, out]."""
-        if x.dim() != 2 or x.shape[1] != self.in_features:
-            raise ValueError(f"x: shape must be [M, {self.in_features}], not {tuple(x.shape)}")
-        require_rows(x, "x")
+        require_rows(x, "x", self.in_features)
         rows = x.shape[0]
         y = torch.empty(rows, self.out_features)
         self._library.linear(
@@ -85,8 +105,14 @@ class CpuLinear:
         """Rows of W as float32, [n, in], for int64 ids [n]: an embedding look-up.
 
         Only for a layer of one format.
+
+        Raises:
+            ValueError: ids of another shape or dtype, or out of range.
         """
         (tiles,) = self.tiles
+        check(ids, "ids", (None,), (torch.int64,), _CPU)
+        inside = not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < self.out_features)
+        require(inside, "ids", f"must be in [0, {self.out_features})")
         ids = ids.contiguous()
         out = torch.empty(len(ids), self.in_features)
         self._library.linear_rows(
@@ -121,6 +147,8 @@ def _pack(
         raw = [weight.raw for weight in weights if weight.raw is not None]
         rows = torch.from_numpy(np.concatenate(raw))
         row_bytes = rows.shape[1]
+        whole = inputs % _BLOCK == 0 and row_bytes == inputs // _BLOCK * _BLOCK_BYTES[kind]
+        require(whole, "weights", f"{row_bytes} bytes are no {kind.name} rows of {inputs} inputs")
     tiles = torch.empty(library.linear_bytes(kind, outputs, inputs), dtype=torch.uint8)
     threads = torch.get_num_threads()
     library.linear_pack(
@@ -129,7 +157,12 @@ def _pack(
     return tiles
 
 
-def require_rows(x: Tensor, name: str) -> None:
-    """Raise ValueError unless x is a matrix of contiguous float32 rows."""
-    if x.dtype != torch.float32 or x.dim() != 2 or not x.is_contiguous():
-        raise ValueError(f"{name}: must be contiguous float32 rows, not {x.dtype} {x.stride()}")
+def require_rows(x: Tensor, name: str, width: int | None = None) -> None:
+    """Raise ValueError unless x is a matrix of contiguous float32 rows, of this width if given."""
+    check(x, name, (None, width), (torch.float32,), _CPU)
+    require(x.is_contiguous(), name, "must be contiguous")
+
+
+def require_vector(x: Tensor, name: str, length: int) -> None:
+    """Raise ValueError unless x is a contiguous float32 vector of this length."""
+    check(x, name, (length,), (torch.float32,), _CPU)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from prefixcache_kernels.backend import Heads
+from prefixcache_kernels.checks import Reach, check, check_work
 from prefixcache_kernels.cpu.library import ITEM_FIELDS, AttentionWork, CacheShape, Library, Rope
+from prefixcache_kernels.cpu.linear import require_rows
 from prefixcache_kernels.work import SPAN, Int32, SpanGroups, StepWork
 
 
@@ -31,6 +33,8 @@ class CpuPlan:
     block_size: int
     tokens: int
     rope: Rope
+    angles: Tensor
+    reach: Reach
     spans: dict[int | None, SpanWork]
     held: tuple[object, ...]
 
@@ -38,28 +42,32 @@ class CpuPlan:
         """Heads, and the strides of the caches in floats.
 
         Raises:
-            ValueError: wrong shape or dtype, or the last dimension is not contiguous.
+            ValueError: wrong shape, dtype or device, or the last dimension is not contiguous.
         """
         heads, size = self.heads, self.block_size
         for name, cache, last in (
             ("k_cache", k_cache, (heads.kv, heads.dim, size)),
             ("v_cache", v_cache, (heads.kv, size, heads.dim)),
         ):
-            if cache.dtype != torch.float32 or cache.shape[1:] != last:
-                raise ValueError(f"{name}: must be float32 [blocks, {', '.join(map(str, last))}]")
-            if cache.stride(3) != 1 and last[2] != 1:
-                raise ValueError(f"{name}: the last dimension must be contiguous")
+            check(cache, name, (k_cache.shape[0], *last), (torch.float32,), torch.device("cpu"))
         sizes = (heads.query, heads.kv, heads.dim, size)
         return CacheShape(*sizes, *k_cache.stride()[:3], *v_cache.stride()[:3])
 
 
 def make_plan(library: Library, work: StepWork, heads: Heads, rope_table: Tensor) -> CpuPlan:
-    """Plan a step; rope_table as in `Kernels.prepare`, contiguous."""
+    """Plan a step; rope_table as in `Kernels.prepare`, contiguous.
+
+    Raises:
+        ValueError: naming the argument or the field of `work`.
+    """
+    reach = check_work(work, SPAN)
+    require_rows(rope_table, "rope_table", heads.dim)
     positions, slots = np.ascontiguousarray(work.positions), np.ascontiguousarray(work.slots)
     rope = Rope(positions.ctypes.data, slots.ctypes.data, rope_table.data_ptr())
     spans = {window: _span_work(library, work, g, heads) for window, g in work.groups.items()}
-    held = (positions, slots, rope_table)
-    return CpuPlan(heads, work.block_size, len(positions), rope, spans, held)
+    held = (positions, slots)
+    size, tokens = work.block_size, len(positions)
+    return CpuPlan(heads, size, tokens, rope, rope_table, reach, spans, held)
 
 
 def _span_work(library: Library, work: StepWork, groups: SpanGroups, heads: Heads) -> SpanWork:

@@ -10,16 +10,12 @@ from torch import Tensor
 
 from prefixcache_kernels import reference
 from prefixcache_kernels.backend import Cache, DecoderLayers, Heads, Layer, Linear, Weight
+from prefixcache_kernels.checks import FLOATS, require
 from prefixcache_kernels.layers import LayerByLayer
 from prefixcache_kernels.triton_backend import rows, write_kv
 from prefixcache_kernels.triton_backend.attention_work import Policy
 from prefixcache_kernels.triton_backend.copy_blocks import copy_blocks
-from prefixcache_kernels.triton_backend.launch import (
-    FLOATS,
-    interpreted,
-    persistent_programs,
-    require,
-)
+from prefixcache_kernels.triton_backend.launch import interpreted, persistent_programs
 from prefixcache_kernels.triton_backend.linear import InvariantLinear
 from prefixcache_kernels.triton_backend.paged_attention import paged_attention, tile_of
 from prefixcache_kernels.triton_backend.plan import Capacity, PlanBuffers, TritonPlan
@@ -55,8 +51,9 @@ class TritonKernels:
         """
         if device.type != "cuda" and not interpreted():
             raise ValueError(
-                f"Triton's kernels need a GPU, not {device.type}: choose another backend, or set "
-                "TRITON_INTERPRET=1 before the start to test them slowly in its interpreter"
+                f"Triton's kernels need a GPU, not {device.type}: choose another "
+                "attention_backend, or set TRITON_INTERPRET=1 before the start to test them "
+                "slowly in its interpreter"
             )
         require(dtype in FLOATS, "dtype", f"{dtype} is not served")
         self.batch_invariant = batch_invariant
@@ -149,11 +146,13 @@ class TritonKernels:
         """See `Kernels.rope_write_kv`.
 
         Raises:
-            ValueError: naming the argument; among others, a slot beyond the cache.
+            ValueError: naming the argument; among others, a slot beyond the cache, or a position
+                beyond the rope table.
         """
-        size, slots = k_cache.shape[-1], k_cache.shape[0] * k_cache.shape[-1]
+        blocks, size = k_cache.shape[0], k_cache.shape[-1]
         require(size == plan.block_size, "k_cache", f"blocks must have {plan.block_size} slots")
-        require(plan.highest_slot < slots, "slots", f"{plan.highest_slot} in a cache of {slots}")
+        plan.reach.require_written(blocks, size)
+        plan.reach.require_turned(plan.angles)
         return write_kv.rope_write_kv(
             qkv, k_cache, v_cache, plan.positions, plan.slots, plan.angles, plan.heads, qk_norm
         )

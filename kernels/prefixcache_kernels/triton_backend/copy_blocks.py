@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prefixcache_kernels.checks import check_copies, require
 from prefixcache_kernels.transfer import upload
-from prefixcache_kernels.triton_backend.launch import Launch, require
+from prefixcache_kernels.triton_backend.launch import Launch
 
 _CHUNK = 1024
 
@@ -69,13 +70,9 @@ def copy_blocks(caches: Sequence[Tensor], sources: Ids, targets: Ids) -> None:
     Raises:
         ValueError: naming the argument: an id out of range, a target twice, a wrong shape or dtype.
     """
-    require(sources.shape == targets.shape and sources.ndim == 1, "targets", "one for each source")
-    require(len(np.unique(targets)) == len(targets), "targets", "one occurs twice")
     for cache in caches:
         require(cache.ndim == 5, "caches", f"need 5 dimensions, not {cache.ndim}")
-        for ids, name in ((sources, "sources"), (targets, "targets")):
-            inside = not len(ids) or (ids.min() >= 0 and ids.max() < cache.shape[1])
-            require(bool(inside), name, f"block ids must be in [0, {cache.shape[1]})")
+        check_copies(sources, targets, cache.shape[1])
     if not len(sources):
         return
     staged = np.isin(sources, targets) & (sources != targets)

@@ -1,8 +1,7 @@
-"""How a Triton kernel is launched, and what is checked before it is.
+"""How a Triton kernel is launched.
 
 Owns the shape of a launch (`Launch`: kernel, grid, arguments, options), which runs it or lets the
-ahead-of-time compiler see exactly what would run, and the checks' wording. Never touches a kernel's
-arithmetic.
+ahead-of-time compiler see exactly what would run. Never touches a kernel's arithmetic.
 """
 
 import functools
@@ -12,15 +11,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 INTERPRETED_PROGRAMS = 3
 """Programs of a persistent grid in the interpreter: few, and no divisor of most amounts of work."""
 
 PROGRAMS_A_PROCESSOR = 4
 """Programs of a persistent grid on each multiprocessor: enough to hide the loads of the others."""
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,45 +75,3 @@ def _processors(index: int) -> int:
 def pad(width: int) -> int:
     """Return the next power of two, 16 at least: a dimension of a tile."""
     return max(16, 1 << (width - 1).bit_length())
-
-
-# --- checks ---------------------------------------------------------------------------------------
-
-
-def require(ok: bool, argument: str, what: str) -> None:
-    """Raise ValueError naming the argument unless ok."""
-    if not ok:
-        raise ValueError(f"{argument}: {what}")
-
-
-def check(
-    tensor: Tensor,
-    argument: str,
-    shape: tuple[int | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-) -> None:
-    """Check one tensor before a launch.
-
-    Args:
-        tensor: what was given; argument: its name in messages.
-        shape: expected sizes, None for any; the last dimension must be contiguous.
-        dtypes: allowed ones; device: where it must be.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    sizes = tuple(tensor.shape)
-    fits = len(sizes) == len(shape) and all(
-        want in (None, size) for want, size in zip(shape, sizes, strict=True)
-    )
-    require(fits, argument, f"shape must be {_shape_text(shape)}, not {sizes}")
-    names = " or ".join(str(dtype) for dtype in dtypes)
-    require(tensor.dtype in dtypes, argument, f"dtype must be {names}, not {tensor.dtype}")
-    require(tensor.device == device, argument, f"must be on {device}, not on {tensor.device}")
-    if tensor.ndim and tensor.shape[-1] > 1:
-        require(tensor.stride(-1) == 1, argument, "the last dimension must be contiguous")
-
-
-def _shape_text(shape: tuple[int | None, ...]) -> str:
-    return "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")"

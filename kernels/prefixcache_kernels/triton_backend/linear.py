@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefixcache_kernels.triton_backend.launch import FLOATS, WIDEN, Launch, check
+from prefixcache_kernels.checks import FLOATS, check
+from prefixcache_kernels.triton_backend.launch import WIDEN, Launch
 
 _GROUP = 8
 """Row tiles that pass over the same weights together, so that these are read from L2."""

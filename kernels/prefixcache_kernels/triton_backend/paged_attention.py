@@ -24,14 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from prefixcache_kernels.backend import Cache, Heads
+from prefixcache_kernels.checks import FLOATS, check, require
 from prefixcache_kernels.triton_backend.launch import (
-    FLOATS,
     WIDEN,
     Launch,
-    check,
     pad,
     persistent_programs,
-    require,
 )
 from prefixcache_kernels.triton_backend.write_kv import (
     cache_arguments,

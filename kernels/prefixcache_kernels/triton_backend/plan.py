@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from prefixcache_kernels.backend import Heads
+from prefixcache_kernels.checks import Reach, require
 from prefixcache_kernels.transfer import fill, upload
 from prefixcache_kernels.triton_backend.attention_work import (
     AttentionWork,
     Policy,
     attention_work,
 )
-from prefixcache_kernels.triton_backend.launch import require
 from prefixcache_kernels.triton_backend.paged_attention import AttentionBuffers, AttentionInput
 from prefixcache_kernels.work import Int32, Int64, StepWork
 
@@ -129,11 +129,10 @@ class TritonPlan:
         self.heads = heads
         self.angles = angles
         self.block_size = block_size
-        self.highest_slot = -1
+        self.reach = Reach(-1, -1, -1)
         self._capacity = capacity
         self._span = span
         self._policy = policy
-        self._highest_block = 0
         self._windows = tuple(windows)
         self._places, _ = _layout(capacity, len(self._windows))
         self._memory = buffers or PlanBuffers(
@@ -193,14 +192,19 @@ class TritonPlan:
         self._fill(work, lists)
 
     def attention(self, window: int | None) -> AttentionInput:
-        """Return what the attention of a layer with this window reads."""
+        """Return what the attention of a layer with this window reads.
+
+        Raises:
+            ValueError: the step was planned for other windows.
+        """
+        require(window in self._buffers, "window", f"{window} was not planned for")
         return AttentionInput(
             self.heads,
             self.positions,
             self._table,
             self._span,
             window,
-            self._highest_block,
+            self.reach.block,
             self._buffers[window],
         )
 
@@ -215,8 +219,7 @@ class TritonPlan:
         return counts, items, rows, slots, spans, tables, merges
 
     def _fill(self, work: StepWork, lists: dict[int | None, AttentionWork]) -> None:
-        lowest = int(work.block_table.min(initial=0))
-        require(lowest >= 0, "block_table", f"block id {lowest}")
+        reach = Reach.of(work)
         changed = [
             self._put("positions", work.positions),
             self._put("slots", work.slots.astype(np.int64, copy=False).view(np.int32)),
@@ -229,8 +232,7 @@ class TritonPlan:
                 changed.append(self._put(f"{name}{i}", values))
         changed.append(self._put_table(work.block_table))
         self._memory.send(np.concatenate(changed))
-        self.highest_slot = int(work.slots.max(initial=-1))
-        self._highest_block = int(work.block_table.max(initial=0))
+        self.reach = reach
 
     def _put(self, name: str, values: Int32) -> Int64:
         """Put a list at its place in the host's array; which elements that changed."""

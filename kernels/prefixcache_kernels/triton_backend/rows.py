@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prefixcache_kernels.triton_backend.launch import FLOATS, Launch, check, pad, require
+from prefixcache_kernels.checks import FLOATS, check, require
+from prefixcache_kernels.triton_backend.launch import Launch, pad
 
 _SILU_COLUMNS = 1024
 

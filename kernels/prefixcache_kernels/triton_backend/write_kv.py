@@ -23,8 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from prefixcache_kernels.backend import Cache, Heads, QuantizedCache
+from prefixcache_kernels.checks import FLOATS, check, require
 from prefixcache_kernels.reference import GREATEST_E4M3, LEAST_ABSOLUTE
-from prefixcache_kernels.triton_backend.launch import FLOATS, Launch, check, pad, require
+from prefixcache_kernels.triton_backend.launch import Launch, pad
 
 _GREATEST = tl.constexpr(GREATEST_E4M3)
 _LEAST = tl.constexpr(LEAST_ABSOLUTE)
