@@ -18,7 +18,9 @@ sequence holds the front of a prompt, it may be older than what is behind it; it
 same, hence the running minimum in `access`.
 
 Anchor. What the real pool hit is known exactly. The estimate is moved so that it says the same at
-the real size; its errors at other sizes, which are mostly the same error, shrink with it.
+the real size; its errors at other sizes, which are mostly the same error, shrink with it. Where the
+real pool hit less than that (kept sequences and those that run stood in the way), a larger one
+makes up for it: the move shrinks as the misses do that size can mend, to nothing at `max_size`.
 
 Left out: levels of priority, pins and leases (all blocks count as equal), flushes, that blocks in
 use cannot go, and what a pool of another size would have scheduled differently.
@@ -56,6 +58,7 @@ class ReuseCurve:
     def __init__(self, size: int, max_size: int, *, max_samples: int = MAX_SAMPLES) -> None:
         self.rate = min(1.0, max_samples / max_size)
         self._size = size
+        self._max_size = max_size
         self._limit = min(max_size, max_samples)
         self._threshold = min(int(self.rate * 2**64), 2**64 - 1)
         self._last: OrderedDict[bytes, int] = OrderedDict()
@@ -107,9 +110,16 @@ class ReuseCurve:
         """
         if not self._blocks:
             return tuple(None for _ in sizes)
-        anchor, *estimates = self._estimates([self._size, *sizes])
+        sizes = list(sizes)
+        anchor, most, *estimates = self._estimates([self._size, self._max_size, *sizes])
         moved = self._hits / self._blocks - anchor
-        return tuple(min(max(estimate + moved, 0.0), 1.0) for estimate in estimates)
+        rates = []
+        for size, estimate in zip(sizes, estimates, strict=True):
+            left = 1.0
+            if moved < 0 and size > self._size:
+                left = (most - estimate) / (most - anchor) if most > anchor else 0.0
+            rates.append(min(max(estimate + moved * left, 0.0), 1.0))
+        return tuple(rates)
 
     def _estimates(self, sizes: Iterable[int]) -> list[float]:
         """The same from the sample alone.

@@ -116,6 +116,18 @@ def test_distances_by_hand() -> None:
     assert curve.hit_rates([1, 2, 3, 4]) == (0, 1 / 5, 2 / 5, 2 / 5)
 
 
+def test_what_kept_sequences_cost_is_made_up_for_by_a_larger_pool() -> None:
+    curve = ReuseCurve(size=4, max_size=8)
+    curve.access(prompt("a", "b"), 2, 0)
+    curve.access(prompt("a", "b"), 2, 0)  # the pool held other blocks, though four would have done
+    assert curve.hit_rates([2, 4, 5, 8]) == (0, 0, 2 / 4, 2 / 4)
+    curve.access(prompt("c", "d", "e"), 3, 0)
+    curve.access(prompt("a", "b"), 2, 1)  # a is at distance 3, b at 4: of four, the pool had one
+    # By distances four blocks hit three of nine, five hit four, and no more can be had: so there
+    # nothing is left of the two that were lost.
+    assert curve.hit_rates([4, 5, 8]) == pytest.approx((1 / 9, 4 / 9, 4 / 9))
+
+
 def test_what_is_behind_a_block_that_is_there_is_there_in_front_of_it_too() -> None:
     """The front of a prompt may be held by a sequence that runs, and so not have been moved."""
     curve = ReuseCurve(size=4, max_size=8)

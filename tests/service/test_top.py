@@ -60,13 +60,17 @@ def test_forks_stand_below_their_parents(server, client):
     assert lines[above + 1].startswith(f"  └ {fork.sequence_id[:8]}")
 
 
-@pytest.mark.parametrize("columns", [40, 80, 200])
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
 def test_it_fits_any_terminal(server, client, columns):
+    client.generate(PROMPT, max_tokens=1, **GREEDY)
+    stats = client.stats()
     console = Console(width=columns, height=40, file=io.StringIO(), highlight=False)
     console.print(_Look(client, server.target, console).now())
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= columns
     assert any("Hit rate" in line for line in lines)
+    for figure in (percent(stats.hit_rate), compact(stats.computed_tokens)):
+        assert any(figure in line for line in lines), "\n".join(lines)
 
 
 def test_without_a_server_it_says_so(free_port):

@@ -14,6 +14,7 @@ from prefixcache.engine.messages import CacheStats, Histogram, SequenceInfo
 
 WIDEST_BAR = 24
 TWO_PANELS = 84  # columns; with fewer they stand one below the other
+BARS = 44  # columns; with fewer there are numbers only
 MIN_SEQUENCES = 3
 
 _CAUSES = {
@@ -45,8 +46,8 @@ class Moment:
 
     @property
     def longest_bar(self) -> int:
-        """Characters of a panel's bar of 100 %."""
-        return max(4, min(WIDEST_BAR, self.columns // 2 - 36))
+        """Characters of a panel's bar of 100 %; 0 where there is no room for any."""
+        return 0 if self.columns < BARS else max(4, min(WIDEST_BAR, self.columns // 2 - 36))
 
 
 def frame(moment: Moment) -> RenderableType:
@@ -57,7 +58,7 @@ def frame(moment: Moment) -> RenderableType:
         _key_figures(moment),
         _pool(stats, moment.columns),
         _panels(moment, _sources(moment), _misses(moment)),
-        _panels(moment, _curve(moment), _first_tokens(stats)),
+        _panels(moment, _curve(moment), _first_tokens(stats, moment.longest_bar)),
     ]
     rows = len(_CAUSES) + max(len(stats.size_curve), 4) + 14
     return Group(*upper, _sequences(moment.sequences, max(MIN_SEQUENCES, moment.lines - rows)))
@@ -74,20 +75,23 @@ def _key_figures(moment: Moment) -> Table:
     stats = moment.stats
     used = stats.blocks_in_use / stats.blocks_total
     saved = stats.cached_tokens + stats.forked_tokens
+    figures = {
+        "Hit rate": percent(stats.hit_rate),
+        "last minute": percent(moment.recent),
+        "Tokens saved": f"{compact(saved)} of {compact(stats.prompt_tokens)}",
+        "Pool in use": percent(used),
+        "Sequences": f"{stats.sequences_running} running, {stats.sequences_waiting} waiting, "
+        f"{stats.sequences_kept} kept",
+    }
+    if moment.columns < TWO_PANELS:
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        for name, value in figures.items():
+            grid.add_row(Text(name, "dim"), Text(value, "bold"))
+        return grid
     table = Table(box=None, padding=(0, 3, 0, 0))
-    for name in ("Hit rate", "last minute", "Tokens saved", "Pool in use", "Sequences"):
+    for name in figures:
         table.add_column(name, header_style="dim")
-    table.add_row(
-        Text(percent(stats.hit_rate), "bold"),
-        Text(percent(moment.recent), "bold"),
-        Text(f"{compact(saved)} of {compact(stats.prompt_tokens)}", "bold"),
-        Text(percent(used), "bold"),
-        Text(
-            f"{stats.sequences_running} running, {stats.sequences_waiting} waiting, "
-            f"{stats.sequences_kept} kept",
-            "bold",
-        ),
-    )
+    table.add_row(*(Text(value, "bold") for value in figures.values()))
     return table
 
 
@@ -151,8 +155,8 @@ def _curve(moment: Moment) -> Table:
     return table
 
 
-def _first_tokens(stats: CacheStats) -> Table:
-    table = _panel("First token by hit rate: median, 95 %", 4)
+def _first_tokens(stats: CacheStats, longest: int) -> Table:
+    table = _panel("First token by hit rate: median, 95 %", min(longest, 4))
     bands = [one for one in stats.histograms if "hit_rate" in one.labels and any(one.counts)]
     for one in bands:
         half, most = quantile(one, 0.5), quantile(one, 0.95)
@@ -166,10 +170,12 @@ def _panel(title: str, bar: int) -> Table:
     table = Table(
         box=None, title=title, title_justify="left", title_style="bold", show_header=False
     )
-    table.add_column(min_width=13)
-    table.add_column(justify="right", min_width=7)
-    table.add_column(justify="right", min_width=7)
-    table.add_column(min_width=bar)
+    wide = bool(bar)
+    table.add_column(min_width=13 * wide)
+    table.add_column(justify="right", min_width=7 * wide)
+    table.add_column(justify="right", min_width=7 * wide)
+    if wide:
+        table.add_column(min_width=bar)
     return table
 
 
