@@ -114,18 +114,28 @@ def products_row_independent(head_dim: int, group: int) -> bool:
     """Whether the attention's batched products give the same bits for any number of rows."""
     x, y = _noise(2 * _PROBE_ROWS[-1] * ROW_STEP * group, head_dim), _noise(2 * SPAN, head_dim)
     x, y = x.view(2, -1, head_dim), y.view(2, SPAN, head_dim)
-    scores = torch.bmm(x, y.mT.contiguous())  # [2, rows, SPAN]
-    values = torch.bmm(scores, y)
+    scores = _bmm(x, y.mT.contiguous())  # [2, rows, SPAN]
+    values = _bmm(scores, y)
     for units in (1, 2, 3, 5, 8, 21, 33):
         rows = units * ROW_STEP * group
         for batch in (x[:1, :rows], x[:, -rows:]):
-            some = torch.bmm(batch.contiguous(), y[: len(batch)].mT.contiguous())
-            some_values = torch.bmm(some, y[: len(batch)])
+            some = _bmm(batch.contiguous(), y[: len(batch)].mT.contiguous())
+            some_values = _bmm(some, y[: len(batch)])
             first = 0 if len(batch) == 1 else x.shape[1] - rows
             cut = (slice(len(batch)), slice(first, first + rows))
             if not (torch.equal(some, scores[cut]) and torch.equal(some_values, values[cut])):
                 return False
     return True
+
+
+def _bmm(x: Tensor, y: Tensor) -> Tensor:
+    """Batched products, [n, a, b] by [n, b, c], at least two at a time.
+
+    A single one is cut among threads inside, and has other bits with 3 threads than with 1.
+    """
+    if len(x) != 1:
+        return torch.bmm(x, y)
+    return torch.bmm(x.expand(2, -1, -1), y.expand(2, -1, -1))[:1]
 
 
 def _noise(rows: int, width: int) -> Tensor:
@@ -385,7 +395,7 @@ def _span_partials(
     v = _gather(v_cache, batch.blocks, 2).view(n, -1, kv_heads, v_cache.shape[-2], dim)
     v = v.permute(0, 2, 1, 3, 4).contiguous().view(n, kv_heads, SPAN, dim).float()
     rows = q[batch.rows].permute(0, 2, 1, 3, 4).reshape(n * kv_heads, padded * group, dim)
-    scores = torch.bmm(rows, k)  # [n · kv, Q · G, SPAN]
+    scores = _bmm(rows, k)  # [n · kv, Q · G, SPAN]
     if batch.hidden is not None and batch.dead is not None:
         grid = scores.view(n, kv_heads, padded, group, SPAN)
         grid.masked_fill_(batch.hidden[:, None, :, None, :], -torch.inf)
@@ -393,7 +403,7 @@ def _span_partials(
     maxima = scores.amax(-1, keepdim=True)
     weights = scores.sub_(maxima.clamp_min(LOWEST)).exp_()
     sums = weights.sum(-1)
-    values = torch.bmm(weights, v.view(n * kv_heads, SPAN, dim))  # [n · kv, Q · G, D]
+    values = _bmm(weights, v.view(n * kv_heads, SPAN, dim))  # [n · kv, Q · G, D]
 
     def by_row(x: Tensor) -> Tensor:
         return x.view(n, kv_heads, padded, group, -1).transpose(1, 2).flatten(0, 1)

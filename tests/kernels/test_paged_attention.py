@@ -135,6 +135,22 @@ def test_a_rows_bits_do_not_depend_on_the_batch_the_chunks_or_the_block_order(
         torch.set_num_threads(1)
 
 
+@every_backend
+def test_one_row_of_one_head_has_the_same_bits_on_any_number_of_threads(backend: str) -> None:
+    """A single product of torch's is cut among 3 threads or more along its columns."""
+    heads, size = Heads(7, 1, 20), 16
+    q, k, v = _tokens(128, heads)
+    pool = _pool(8, heads, size)
+    _store(pool, k, v, list(range(8)))
+    outs = []
+    for threads in (1, 2, 3, 4):
+        torch.set_num_threads(threads)
+        for rows in (1, 61):
+            step = rows_step([(rows, 128)], [list(range(8))], size)
+            outs.append(_attend(backend, q[128 - rows :], pool, step, heads)[-1])
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_runs_and_groups_give_the_same_bits(window: int | None) -> None:
     heads, size = Heads(9, 3, 64), 16
