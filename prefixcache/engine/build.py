@@ -44,6 +44,16 @@ Progress = Callable[[str, int, int], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What computes, and in which types: fields of `EngineConfig`, with every "auto" resolved."""
+
+    dtype: str
+    kv_cache_dtype: str
+    attention_backend: str
+    activation_quantization: str | None
+
+
 @dataclass(frozen=True)
 class Parts:
     """What an engine is made of."""
@@ -53,6 +63,7 @@ class Parts:
     tokenizer: Tokenizer
     max_model_len: int
     same_bits: bool
+    arithmetic: Arithmetic
     manager: BlockManager
     scheduler: Scheduler
     runner: ModelRunner
@@ -113,6 +124,12 @@ def build_parts(
         tokenizer=checkpoint.tokenizer,
         max_model_len=length,
         same_bits=same_bits,
+        arithmetic=Arithmetic(
+            str(dtype).removeprefix("torch."),
+            "fp8" if kv_dtype == FP8 else str(dtype).removeprefix("torch."),
+            decoder.kernels.name,
+            config.activation_quantization,
+        ),
         manager=manager,
         scheduler=_scheduler(config, manager, host_cache, host_blocks),
         runner=ModelRunner(decoder, kv_cache, config.block_size, graphs, host_cache),

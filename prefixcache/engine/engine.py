@@ -83,6 +83,7 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self.num_blocks = parts.manager.pool.num_blocks
         self.same_bits = parts.same_bits
+        self.arithmetic = parts.arithmetic
         self.bytes_per_block = parts.bytes_per_block
         self.manager = parts.manager
         self.scheduler = parts.scheduler

@@ -40,6 +40,7 @@ def describe(engine: "Engine", address: str = "") -> Served:
         enable_prefix_caching=config.enable_prefix_caching,
         eos_token_ids=model.eos_token_ids,
         version=version("prefixcache"),
+        **asdict(engine.arithmetic),
         limits={
             **asdict(config.limits),
             "max_queue": config.max_queue,

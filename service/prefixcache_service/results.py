@@ -202,7 +202,8 @@ class ScoreResult:
 class ModelInfo:
     """The model and the limits of a server; see GetModelInfoResponse.
 
-    limits: by name, as docs/api.md lists them.
+    limits: by name, as docs/api.md lists them. dtype, kv_cache_dtype, attention_backend,
+    activation_quantization (empty for none): what computes, "auto" resolved.
     """
 
     name: str
@@ -217,6 +218,10 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     version: str
     limits: Mapping[str, int]
+    dtype: str
+    kv_cache_dtype: str
+    attention_backend: str
+    activation_quantization: str
 
 
 def usage(message: pb.Usage) -> Usage:

@@ -3,6 +3,7 @@
 import pytest
 
 from prefixcache import Engine, EngineConfig, SamplingParams
+from prefixcache.engine.build import Arithmetic
 from prefixcache.errors import ConfigurationError
 from tests.model.checkpoints import default_model_path
 
@@ -26,6 +27,7 @@ def test_the_self_test_holds_and_answers_are_the_same_bits_cached_and_batched(
     engine: Engine,
 ) -> None:
     assert engine.same_bits
+    assert engine.arithmetic == Arithmetic("float32", "float32", "cpu", "int8")
     (cold,) = engine.generate([PROMPT], GREEDY)
     warm, beside = engine.generate([PROMPT, PROMPT[40:]], GREEDY)
     assert warm.num_cached_tokens > 0

@@ -122,6 +122,8 @@ def test_model_info_says_what_is_served(client):
     assert info.block_size == BLOCK_SIZE
     assert (info.num_blocks, info.max_num_seqs) == (512, 16)
     assert info.eos_token_ids == (2,)
+    assert (info.dtype, info.kv_cache_dtype) == ("float32", "float32")
+    assert (info.attention_backend, info.activation_quantization) == ("cpu", "")
 
 
 def test_tokenize_and_back(client):

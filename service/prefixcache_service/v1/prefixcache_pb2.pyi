@@ -645,7 +645,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_keep_seconds", "enable_prefix_caching", "eos_token_ids", "version", "limits")
+    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "block_size", "num_blocks", "max_num_seqs", "max_keep_seconds", "enable_prefix_caching", "eos_token_ids", "version", "limits", "dtype", "kv_cache_dtype", "attention_backend", "activation_quantization")
     class LimitsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -665,6 +665,10 @@ class GetModelInfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -677,7 +681,11 @@ class GetModelInfoResponse(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     version: str
     limits: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_keep_seconds: _Optional[float] = ..., enable_prefix_caching: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., limits: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    dtype: str
+    kv_cache_dtype: str
+    attention_backend: str
+    activation_quantization: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_keep_seconds: _Optional[float] = ..., enable_prefix_caching: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., limits: _Optional[_Mapping[str, int]] = ..., dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., activation_quantization: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat", "add_special_tokens")
