@@ -12,7 +12,7 @@ DEVICE ?=
 # How long `make soak` runs.
 SECONDS ?= 1800
 
-.PHONY: help data demo serve test test-all soak fuzz load gpu-check check format proto clean
+.PHONY: help data demo cluster-demo serve test test-all soak fuzz load gpu-check check format proto clean
 
 help:
 	@echo "make demo      install, fetch the default model, start a server, run a guided tour"
@@ -21,6 +21,7 @@ help:
 	@echo "make soak      everything at once for half an hour (SECONDS=120 ARGS='--seed 7')"
 	@echo "make fuzz      odd inputs for an hour (ARGS='--minutes 5 --target gguf')"
 	@echo "make load      latency against offered rate, beside a peer's server"
+	@echo "make cluster-demo  three replicas behind a gateway: where requests go, what they reuse"
 	@echo "make gpu-check what only a GPU can show (DEVICE=cpu: toy sizes, interpreted)"
 	@echo "make data      fetch the public traces that the simulator replays"
 	@echo "make check     format, lint, types, import rule, the proto and what is made from it"
@@ -39,6 +40,9 @@ $(VENV)/model: $(VENV)/installed
 
 demo: $(VENV)/model
 	$(BIN)/python -m examples.tour
+
+cluster-demo: $(VENV)/model
+	$(BIN)/python -m examples.cluster
 
 serve: $(VENV)/model
 	$(BIN)/prefixcache serve $(ARGS)

@@ -1,0 +1,177 @@
+"""Two replicas behind the gateway: what routing by the cache gains, and what the gateway costs.
+
+    python -m benchmarks.cluster --json
+
+Gain: 64 prompts over 8 shared prefixes, one after another, once routed by where the prefix is cached
+and once at random, on new replicas each time. A replica's pool holds five of the prefixes: all eight
+fit into the two together, none of the two can hold all, which is when routing matters most. The
+same with a pool that holds all eight is printed beside it.
+
+Cost: one replica, a prompt that is cached; the same call through the gateway by HTTP and straight by
+gRPC, in turns.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from benchmarks._gateway import Gateway, gateway
+from benchmarks._report import Report, compare
+from benchmarks._server import serve
+from prefixcache_service import Client
+
+PREFIXES, PROMPTS = 8, 64
+PREFIX_WORDS, OWN_WORDS = 400, 24
+BLOCK_SIZE = 16
+FLAGS = ("--num-threads", "1", "--max-model-len", "1024")
+TOKENS = 64
+WORDS = ("red", "blue", "green", "old", "new", "tall", "small", "warm", "cold", "quiet", "loud")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Replicas and the gateway in front of them."""
+
+    front: Gateway
+    clients: list[Client]
+    model: str
+
+    def ask(self, http: httpx.Client, prompt: str, max_tokens: int) -> None:
+        """One completion through the gateway."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        reply = http.post(f"{self.front.url}/v1/completions", json=body, timeout=120)
+        reply.raise_for_status()
+
+    def hit_tokens(self) -> int:
+        """Prompt tokens that all replicas together did not compute."""
+        return sum(client.stats().cached_tokens for client in self.clients)
+
+
+@contextmanager
+def cluster(replicas: int, policy: str, *flags: str) -> Iterator[Cluster]:
+    """New replicas behind a new gateway."""
+    with ExitStack() as stack:
+        targets = [stack.enter_context(serve(*FLAGS, *flags)) for _ in range(replicas)]
+        clients = [stack.enter_context(Client(target, timeout=120)) for target in targets]
+        front = stack.enter_context(gateway(targets, policy=policy))
+        yield Cluster(front, clients, clients[0].model_info().name)
+
+
+def text(seed: int, words: int) -> str:
+    """A text of its own for each seed."""
+    return " ".join(WORDS[(seed * 31 + k * (seed + 3)) % len(WORDS)] for k in range(words))
+
+
+def prompts(count: int) -> list[str]:
+    """They take turns: no two neighbours share a prefix."""
+    return [
+        f"Document {number % PREFIXES}. {text(number % PREFIXES, PREFIX_WORDS)} "
+        f"Question {number}: {text(number + 100, OWN_WORDS)}"
+        for number in range(count)
+    ]
+
+
+def main() -> None:
+    report = Report("cluster", "Routing by the cache, and what the gateway costs.")
+    options = report.parse()
+    measure_gain(report, options)
+    measure_cost(report, options)
+    report.finish()
+
+
+# ---------------------------------------------------------------- gain
+
+
+def measure_gain(report: Report, options: argparse.Namespace) -> None:
+    """Hit tokens with the cache's routing over those with random, in a small and in a large pool."""
+    asked = prompts(PROMPTS // 2 if options.quick else PROMPTS)
+    with cluster(1, "random", "--num-gpu-blocks-override", "512") as one:
+        lengths = [len(one.clients[0].tokenize(prompt)) for prompt in asked[:PREFIXES]]
+    blocks = -(-max(lengths) // BLOCK_SIZE) + 1
+    report.add("prompt_tokens", sum(lengths) / len(lengths), unit="tokens a prompt")
+    for name, held in (("", 5), ("_large_pool", 2 * PREFIXES)):
+        pool = str(held * blocks)
+        hits = {
+            policy: hit_tokens(asked, policy, "--num-gpu-blocks-override", pool)
+            for policy in ("cache_aware", "random")
+        }
+        for policy, tokens in hits.items():
+            report.add(f"hit_tokens_{policy}{name}", tokens, unit=f"of {len(asked)} prompts")
+        gain = hits["cache_aware"] / max(hits["random"], 1)
+        report.add(f"routing_hit_gain{name}", gain, at_least=None if name else 1.5)
+
+
+def hit_tokens(asked: list[str], policy: str, *flags: str) -> int:
+    """Of these prompts, one after another."""
+    with cluster(2, policy, *flags) as replicas, httpx.Client() as http:
+        for prompt in asked:
+            replicas.ask(http, prompt, 1)
+        return replicas.hit_tokens()
+
+
+# ---------------------------------------------------------------- cost
+
+
+def measure_cost(report: Report, options: argparse.Namespace) -> None:
+    """Of a request that gives one token, and of each token of a stream."""
+    rounds = 5 if options.quick else 25
+    prompt = prompts(1)[0]
+    with (
+        cluster(1, "cache_aware", "--num-gpu-blocks-override", "512") as one,
+        httpx.Client() as http,
+    ):
+        direct = one.clients[0]
+        for what, tokens, through, straight in (
+            ("request", 1, asking(one, http, prompt), calling(direct, prompt)),
+            ("token", TOKENS, streaming(one, http, prompt), following(direct, prompt)),
+        ):
+            pair = compare(through, straight, rounds=rounds, warm_up=2)
+            unit = "ms" if tokens == 1 else "ms a token"
+            report.add(f"{what}_through_gateway", pair.first / tokens * 1e3, unit=unit)
+            report.add(f"{what}_straight", pair.second / tokens * 1e3, unit=unit)
+            report.add(
+                f"{what}_gateway_overhead", (pair.first - pair.second) / tokens * 1e3, unit=unit
+            )
+
+
+def asking(one: Cluster, http: httpx.Client, prompt: str) -> Callable[[], object]:
+    return lambda: one.ask(http, prompt, 1)
+
+
+def calling(client: Client, prompt: str) -> Callable[[], object]:
+    return lambda: client.generate(prompt, max_tokens=1, temperature=0)
+
+
+def streaming(one: Cluster, http: httpx.Client, prompt: str) -> Callable[[], object]:
+    body = {
+        "model": one.model,
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+    def work() -> None:
+        url = f"{one.front.url}/v1/completions"
+        with http.stream("POST", url, json=body, timeout=120) as reply:
+            lines = [line for line in reply.iter_lines() if line.startswith("data: {")]
+        assert json.loads(lines[-1][6:])["choices"][0]["finish_reason"] == "length"
+
+    return work
+
+
+def following(client: Client, prompt: str) -> Callable[[], object]:
+    def work() -> None:
+        for _ in client.stream(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True):
+            pass
+
+    return work
+
+
+if __name__ == "__main__":
+    main()

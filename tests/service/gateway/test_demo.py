@@ -1,0 +1,15 @@
+"""`make cluster-demo`, which fails by itself where it does not show what it is to show."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_the_demo_ends_well_and_shows_where_each_request_went():
+    demo = subprocess.run(
+        [sys.executable, "-m", "examples.cluster"], capture_output=True, text=True, timeout=600
+    )
+    assert demo.returncode == 0, demo.stderr
+    assert demo.stdout.count("museum: ") == 6
