@@ -2,22 +2,24 @@
 
     python -m benchmarks.cluster --json
 
-Gain: 64 prompts over 8 shared prefixes, one after another, once routed by where the prefix is cached
-and once at random, on new replicas each time. A replica's pool holds five of the prefixes: all eight
-fit into the two together, none of the two can hold all, which is when routing matters most. The
-same with a pool that holds all eight is printed beside it.
+Gain: 64 prompts over 8 shared prefixes, one after another, once routed by where the prefix is
+cached and once at random, on new replicas each time. A replica's pool holds five of the prefixes:
+all eight fit into the two together, but not into one, which is when routing matters most. The same
+with a pool that holds all eight is printed beside it.
 
-Cost: one replica, a prompt that is cached; the same call through the gateway by HTTP and straight by
-gRPC, in turns.
+Cost: one replica, a prompt that is cached; a completion through the gateway by HTTP, and the call
+of gRPC that it makes of it, in turns. Tokenizing and detokenizing are part of the gateway's cost.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import grpc
 import httpx
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from benchmarks._gateway import Gateway, gateway
 from benchmarks._report import Report, compare
@@ -37,6 +39,7 @@ class Cluster:
     """Replicas and the gateway in front of them."""
 
     front: Gateway
+    targets: list[str]
     clients: list[Client]
     model: str
 
@@ -58,7 +61,7 @@ def cluster(replicas: int, policy: str, *flags: str) -> Iterator[Cluster]:
         targets = [stack.enter_context(serve(*FLAGS, *flags)) for _ in range(replicas)]
         clients = [stack.enter_context(Client(target, timeout=120)) for target in targets]
         front = stack.enter_context(gateway(targets, policy=policy))
-        yield Cluster(front, clients, clients[0].model_info().name)
+        yield Cluster(front, targets, clients, clients[0].model_info().name)
 
 
 def text(seed: int, words: int) -> str:
@@ -87,7 +90,7 @@ def main() -> None:
 
 
 def measure_gain(report: Report, options: argparse.Namespace) -> None:
-    """Hit tokens with the cache's routing over those with random, in a small and in a large pool."""
+    """Hit tokens, routed by the cache over at random, in a small and in a large pool."""
     asked = prompts(PROMPTS // 2 if options.quick else PROMPTS)
     with cluster(1, "random", "--num-gpu-blocks-override", "512") as one:
         lengths = [len(one.clients[0].tokenize(prompt)) for prompt in asked[:PREFIXES]]
@@ -123,34 +126,25 @@ def measure_cost(report: Report, options: argparse.Namespace) -> None:
     with (
         cluster(1, "cache_aware", "--num-gpu-blocks-override", "512") as one,
         httpx.Client() as http,
+        grpc.insecure_channel(one.targets[0]) as channel,
     ):
-        direct = one.clients[0]
-        for what, tokens, through, straight in (
-            ("request", 1, asking(one, http, prompt), calling(direct, prompt)),
-            ("token", TOKENS, streaming(one, http, prompt), following(direct, prompt)),
-        ):
-            pair = compare(through, straight, rounds=rounds, warm_up=2)
+        stub, ids = VllmEngineStub(channel), one.clients[0].tokenize(prompt)
+        for what, tokens in (("request", 1), ("token", TOKENS)):
+            through = streaming(one, http, prompt, tokens)
+            pair = compare(through, calling(stub, ids, tokens), rounds=rounds, warm_up=2)
+            first, second = (seconds / tokens * 1e3 for seconds in (pair.first, pair.second))
             unit = "ms" if tokens == 1 else "ms a token"
-            report.add(f"{what}_through_gateway", pair.first / tokens * 1e3, unit=unit)
-            report.add(f"{what}_straight", pair.second / tokens * 1e3, unit=unit)
-            report.add(
-                f"{what}_gateway_overhead", (pair.first - pair.second) / tokens * 1e3, unit=unit
-            )
+            report.add(f"{what}_through_gateway", first, unit=unit)
+            report.add(f"{what}_straight", second, unit=unit)
+            report.add(f"{what}_gateway_overhead", first - second, unit=unit)
 
 
-def asking(one: Cluster, http: httpx.Client, prompt: str) -> Callable[[], object]:
-    return lambda: one.ask(http, prompt, 1)
-
-
-def calling(client: Client, prompt: str) -> Callable[[], object]:
-    return lambda: client.generate(prompt, max_tokens=1, temperature=0)
-
-
-def streaming(one: Cluster, http: httpx.Client, prompt: str) -> Callable[[], object]:
+def streaming(one: Cluster, http: httpx.Client, prompt: str, tokens: int) -> Callable[[], object]:
+    """A streamed completion through the gateway, to its end."""
     body = {
         "model": one.model,
         "prompt": prompt,
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -159,16 +153,23 @@ def streaming(one: Cluster, http: httpx.Client, prompt: str) -> Callable[[], obj
     def work() -> None:
         url = f"{one.front.url}/v1/completions"
         with http.stream("POST", url, json=body, timeout=120) as reply:
-            lines = [line for line in reply.iter_lines() if line.startswith("data: {")]
-        assert json.loads(lines[-1][6:])["choices"][0]["finish_reason"] == "length"
+            *_, last = filter(None, reply.iter_lines())
+        assert last == "data: [DONE]"
 
     return work
 
 
-def following(client: Client, prompt: str) -> Callable[[], object]:
+def calling(stub: VllmEngineStub, ids: list[int], tokens: int) -> Callable[[], object]:
+    """The gateway's own call, to its end."""
+    request = vllm.GenerateRequest(
+        tokenized=vllm.TokenizedInput(input_ids=ids),
+        sampling_params=vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+        stream=True,
+    )
+
     def work() -> None:
-        for _ in client.stream(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True):
-            pass
+        *_, last = stub.Generate(request)
+        assert last.complete.completion_tokens == tokens
 
     return work
 
