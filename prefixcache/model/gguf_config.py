@@ -13,7 +13,7 @@ import numpy.typing as npt
 from prefixcache.errors import ModelError
 from prefixcache.model.config import ModelConfig, RopeScaling
 from prefixcache.model.gguf_file import GgufFile
-from prefixcache.model.hf_config import MAX_LAYERS
+from prefixcache.model.hf_config import MAX_INTEGER, MAX_LAYERS
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _END_TOKENS = ("eos", "eot", "eom")
@@ -85,7 +85,7 @@ class _Fields:
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or not least <= value <= MAX_INTEGER:
             self.fail(name, "is missing" if value is None else f"is {value!r}")
         return int(value)
 

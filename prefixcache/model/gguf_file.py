@@ -90,7 +90,8 @@ class GgufFile:
             return torch.from_numpy(data.copy()).view(dtype).reshape(info.shape)
         try:
             kind = gguf.GGMLQuantizationType[info.type_name]
-            values = gguf.quants.dequantize(data, kind)
+            with np.errstate(all="ignore"):  # a scale may be anything
+                values = gguf.quants.dequantize(data, kind)
         except Exception as error:
             raise ModelError(
                 f"{self.path}: tensor {name} ({info.type_name}) cannot be dequantised: {error}"

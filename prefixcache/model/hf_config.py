@@ -6,7 +6,8 @@ refused by name and never ignored. Never reads tensors.
 """
 
 import json
-import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +21,9 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-MAX_LAYERS = 10_000  # far beyond any model; bounds what a broken file makes us allocate
+# Far beyond any model; these bound what a broken file makes us allocate.
+MAX_LAYERS = 10_000
+MAX_INTEGER = 2**31 - 1
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
@@ -102,11 +105,10 @@ class _Fields:
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.fail(
-                name, "is missing" if value is None else f"is {value!r}, not a positive integer"
-            )
-        return value
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or not 1 <= value <= MAX_INTEGER:
+            self.fail(name, _problem(value, f"an integer from 1 to {MAX_INTEGER}"))
+        return int(value)
 
     def optional_integer(self, name: str) -> int | None:
         value = self.get(name)
@@ -115,10 +117,8 @@ class _Fields:
     def number(self, name: str, default: float | None = None) -> float:
         value = self.get(name)
         value = default if value is None else value
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            self.fail(
-                name, "is missing" if value is None else f"is {value!r}, not a positive number"
-            )
+        if not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:  # no NaN
+            self.fail(name, _problem(value, "a positive number"))
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -128,15 +128,19 @@ class _Fields:
         value = self.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
-            self.fail(name, f"is {value!r}, not true or false")
+            self.fail(name, _problem(value, "true or false"))
         return value
+
+
+def _problem(value: Any, wanted: str) -> str:
+    return "is missing" if value is None else f"is {reprlib.repr(value)}, not {wanted}"
 
 
 def _architecture(reader: _Fields) -> str:
     """`architectures` decides; a file without it is known by `model_type`."""
     names = reader.get("architectures")
     if isinstance(names, list) and names:
-        if names[0] in ARCHITECTURES:
+        if isinstance(names[0], str) and names[0] in ARCHITECTURES:
             return ARCHITECTURES[names[0]]
         reader.fail("architectures", f"is {names!r}; supported: {', '.join(ARCHITECTURES)}")
     kind = reader.get("model_type")
@@ -222,7 +226,7 @@ def _sliding(
     kinds = reader.get("layer_types")
     if isinstance(kinds, list):
         known = {"sliding_attention", "full_attention"}
-        if len(kinds) != layers or not set(kinds) <= known:
+        if len(kinds) != layers or any(kind not in known for kind in map(str, kinds)):
             reader.fail("layer_types", f"must list {layers} of {sorted(known)}")
         flags = tuple(kind == "sliding_attention" for kind in kinds)
     elif architecture == "mistral":

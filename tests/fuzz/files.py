@@ -215,7 +215,7 @@ GGUF = Target(
 # ---------------------------------------------------------------- safetensors
 
 DTYPES = st.sampled_from(["F32", "F16", "BF16", "I8", "U8", "F64", "F8_E4M3", "BOOL", "", "f32"])
-NUMBERS = st.integers(-2, 70) | st.sampled_from([-1, *HUGE, 10**30, 0.5, 1e308])
+NUMBERS = st.integers(-2, 70) | st.sampled_from([-1, *HUGE, 10**30, 10**400, 0.5, 1e308])
 JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
@@ -287,6 +287,15 @@ FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_c
          "special_tokens_map.json", "model.safetensors.index.json"]  # fmt: skip
 
 
+MORE_KEYS = ["weight_map", "rope_scaling", "sliding_window", "use_sliding_window", "layer_types",
+             "max_window_layers", "partial_rotary_factor", "quantization_config", "head_dim",
+             "original_max_position_embeddings", "chat_template", "unk_token"]  # fmt: skip
+KINDS = st.sampled_from(["default", "linear", "llama3", "yarn", "dynamic"])
+ROPE_KEYS = ["rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+             "high_freq_factor", "beta_fast", "attention_factor", "mscale", "truncate"]  # fmt: skip
+ROPE = st.fixed_dictionaries({"rope_type": KINDS}, optional=dict.fromkeys(ROPE_KEYS, JSON))
+
+
 @st.composite
 def json_file(draw: st.DrawFn) -> tuple[str, bytes]:
     """One of the files with something else in it, and where."""
@@ -294,9 +303,9 @@ def json_file(draw: st.DrawFn) -> tuple[str, bytes]:
     if draw(st.integers(0, 4)) == 0:
         return name, draw(BOMBS | JSON.map(lambda one: json.dumps(one).encode()))
     good = json.loads(good_json().get(name, "{}"))
-    keys = draw(st.lists(st.sampled_from(sorted(good) or ["weight_map"]), min_size=1, max_size=3))
+    keys = draw(st.lists(st.sampled_from(sorted({*good, *MORE_KEYS})), min_size=1, max_size=3))
     for key in keys:
-        good[key] = draw(JSON)
+        good[key] = draw(ROPE | JSON if key.startswith("rope") else JSON)
     return name, json.dumps(good).encode()
 
 
