@@ -202,7 +202,8 @@ def test_the_image_its_volume_and_the_pod_agree(image, pod, container):
 
 
 def test_the_build_context_has_what_is_copied(image):
-    kept = (ROOT / ".containerignore").read_text().splitlines()
+    """`.dockerignore` is the one name that Docker, Podman and Buildah all read."""
+    kept = (ROOT / ".dockerignore").read_text().splitlines()
     copied = {name for value in image.values("COPY") for name in value.split()[:-1]}
     assert {f"!{name}" for name in copied if not name.startswith(("--", "/"))} <= set(kept)
 
