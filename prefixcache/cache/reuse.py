@@ -21,6 +21,7 @@ Anchor. What the real pool hit is known exactly. The estimate is moved so that i
 the real size; its errors at other sizes, which are mostly the same error, shrink with it. Where the
 real pool hit less than that (kept sequences and those that run stood in the way), a larger one
 makes up for it: the move shrinks as the misses do that size can mend, to nothing at `max_size`.
+What was hit in part of a block is in no distance, and is added at every size.
 
 Left out: levels of priority, pins and leases (all blocks count as equal), flushes, that blocks in
 use cannot go, and what a pool of another size would have scheduled differently.
@@ -72,19 +73,23 @@ class ReuseCurve:
         self._whole_blocks = 0
         self._blocks = 0.0
         self._hits = 0.0
+        self._beside = 0.0
 
     def __len__(self) -> int:
         return len(self._last)
 
-    def access(self, digests: bytes, num_blocks: float, num_hits: float) -> None:
+    def access(
+        self, digests: bytes, num_blocks: float, num_hits: float, num_beside: float = 0.0
+    ) -> None:
         """A prompt was looked up. digests: of its whole blocks from the root on, 16 bytes each.
 
-        num_blocks: its length in blocks, what hits are a share of; num_hits: how many of them the
-        real pool had. Neither need be whole.
+        num_blocks: its length in blocks, what hits are a share of, not always whole; num_hits: how
+        many of the digests the real pool had. num_beside: what it had of other blocks, in part.
         """
         self._whole_blocks += len(digests) // DIGEST_BYTES
         self._blocks += num_blocks
         self._hits += num_hits
+        self._beside += num_beside
         if self._blocks > WINDOW:
             self._halve()
         keys = self._sample(digests)
@@ -113,12 +118,13 @@ class ReuseCurve:
         sizes = list(sizes)
         anchor, most, *estimates = self._estimates([self._size, self._max_size, *sizes])
         moved = self._hits / self._blocks - anchor
+        beside = self._beside / self._blocks  # the same in any pool, about
         rates = []
         for size, estimate in zip(sizes, estimates, strict=True):
             left = 1.0
             if moved < 0 and size > self._size:
                 left = (most - estimate) / (most - anchor) if most > anchor else 0.0
-            rates.append(min(max(estimate + moved * left, 0.0), 1.0))
+            rates.append(min(max(estimate + moved * left + beside, 0.0), 1.0))
         return tuple(rates)
 
     def _estimates(self, sizes: Iterable[int]) -> list[float]:
@@ -162,3 +168,4 @@ class ReuseCurve:
         self._whole_blocks //= 2
         self._blocks /= 2
         self._hits /= 2
+        self._beside /= 2

@@ -101,13 +101,14 @@ class CacheMetrics(CacheObserver):
     def _follow(self, sequence: Sequence) -> None:
         """Enter a prompt in the curve. What a fork was given does not depend on the pool's size."""
         assert sequence.table is not None
-        digests = b""
+        digests, size, cached = b"", self._size, sequence.num_cached_tokens
         if not sequence.fork_position:
             path = _path_digests(sequence.table.node) + b"".join(sequence.table.pending[::-1])
-            looked_up = (sequence.last_useful_cached + 1) // self._size
+            looked_up = (sequence.last_useful_cached + 1) // size
             digests = path[: looked_up * DIGEST_BYTES]
         asked = len(sequence.tokens) - sequence.num_forked_tokens
-        self._curve.access(digests, asked / self._size, sequence.num_cached_tokens / self._size)
+        whole = min((cached + 1) // size, len(digests) // DIGEST_BYTES)
+        self._curve.access(digests, asked / size, whole, cached / size - whole)
 
     def _count_gaps(self, sequence: Sequence) -> None:
         """How long the blocks that this prompt was served from had been idle.

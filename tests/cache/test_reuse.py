@@ -128,6 +128,13 @@ def test_what_kept_sequences_cost_is_made_up_for_by_a_larger_pool() -> None:
     assert curve.hit_rates([4, 5, 8]) == pytest.approx((1 / 9, 4 / 9, 4 / 9))
 
 
+def test_what_is_hit_beside_whole_blocks_is_hit_in_any_pool() -> None:
+    curve = ReuseCurve(size=4, max_size=8)
+    curve.access(prompt("a", "b"), 2.5, 0)
+    curve.access(prompt("a", "b"), 2.5, 0, 0.5)  # kept sequences stood in the way of a and b
+    assert curve.hit_rates([2, 4, 8]) == pytest.approx((0.5 / 5, 0.5 / 5, 2.5 / 5))
+
+
 def test_what_is_behind_a_block_that_is_there_is_there_in_front_of_it_too() -> None:
     """The front of a prompt may be held by a sequence that runs, and so not have been moved."""
     curve = ReuseCurve(size=4, max_size=8)
