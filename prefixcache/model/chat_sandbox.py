@@ -103,6 +103,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """The operator `~`."""
         return self.concat(str(self._put_out(value)) for value in values)
 
+    def literal(self, value: Any) -> Any:
+        """A list, tuple or dictionary that is written out: `call` puts it on the account."""
+        return value
+
     def part(self, value: Any, *bounds: int | None) -> Any:
         """A slice, `value[start:stop:step]`."""
         return value[slice(*bounds)]
@@ -143,7 +147,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Calls(NodeTransformer):
-    """Makes calls of the operators that jinja does not let a sandbox see: `~` and slices."""
+    """Makes calls of what jinja does not let a sandbox see: `~`, slices, and lists written out."""
 
     def __init__(self, environment: BoundedEnvironment) -> None:
         self._environment = environment
@@ -151,6 +155,20 @@ class _Calls(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 (jinja's interface)
         self.generic_visit(node)
         return _call(self._environment, "tilde", node.nodes, node.lineno)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _call(self._environment, "literal", [node], node.lineno)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _call(self._environment, "literal", [node], node.lineno)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if node.ctx != "load":  # what is assigned to
+            return node
+        return _call(self._environment, "literal", [node], node.lineno)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)

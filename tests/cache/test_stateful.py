@@ -419,7 +419,7 @@ class CollidingMachine(CacheMachine):
 
 
 SETTINGS = settings(
-    max_examples=200,
+    max_examples=120,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -435,5 +435,5 @@ def test_the_cache_against_its_model(machine: type[CacheMachine]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [CacheMachine, CollidingMachine])
 def test_the_cache_against_its_model_for_longer(machine: type[CacheMachine]) -> None:
-    longer = settings(SETTINGS, max_examples=800, stateful_step_count=80)
+    longer = settings(SETTINGS, max_examples=400, stateful_step_count=60)
     run_state_machine_as_test(machine, settings=longer)

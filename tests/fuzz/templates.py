@@ -24,17 +24,18 @@ PATH = "/the/file/of/the/secret"
 """Stands for a file that holds the secret."""
 BOUNDS = {"MAX_SIZE": 1 << 14, "MAX_TOTAL": 1 << 18, "MAX_SECONDS": 0.05}
 """Small, so that what goes beyond them does no harm."""
-MEMORY = 1 << 24
+MEMORY = 1 << 27
+"""Far more than what is within those bounds takes, and less than what a width below asks for."""
 
 MESSAGES = [
     {"role": "user", "content": "Hi {} %s <b> http://example.org 99999999"},
     {"role": "assistant", "content": "x" * 500},
 ]
 
-NUMBERS = st.sampled_from(["0", "1", "2", "-1", "64", "1000", "99999", "50000000", "-50000000",
+NUMBERS = st.sampled_from(["0", "1", "2", "-1", "64", "1000", "99999", "500000000", "-500000000",
                            "64 ** 64", "0.5", "1e308", "true"])  # fmt: skip
 STRINGS = st.sampled_from(
-    ["''", "'x'", "' '", "'0'", "','", "'ab' * 99", "'%50000000d'", "'%*d'", "'{:>50000000}'",
+    ["''", "'x'", "' '", "'0'", "','", "'ab' * 99", "'%500000000d'", "'%*d'", "'{:>500000000}'",
      "'{0:{1}}'", "'{0.__class__}'", "'{0}{0}{0}{0}'", "'%s%s%s'", "'x\\ty' * 9", "'1' * 4000",
      "'__class__'", "'__globals__'", f"'{PATH}'", "'\\n' * 500", "'http://a.b ' * 50"]
 )  # fmt: skip
@@ -153,7 +154,7 @@ TEMPLATES = Target(
     SOURCES,
     rendered,
     few=80,
-    many=2_000,
+    many=600,
     load=lambda data: data.decode("utf-8", "surrogatepass"),
     dump=lambda source: source.encode("utf-8", "surrogatepass"),
 )

@@ -162,7 +162,7 @@ STOPS = Target(
     stopped(),
     lambda: contextlib.nullcontext(check_stops),
     few=300,
-    many=5_000,
+    many=2_500,
     load=_load_stops,
     dump=lambda one: json.dumps([[t.hex() for t in one[0]], *one[1:]]).encode(),
 )

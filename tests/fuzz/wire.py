@@ -226,7 +226,7 @@ WIRE = Target(
     requests(),
     served,
     few=100,
-    many=1_500,
+    many=700,
     load=_load,
     dump=lambda one: one[0].encode() + b"\n" + one[1],
 )
