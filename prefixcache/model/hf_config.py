@@ -105,10 +105,9 @@ class _Fields:
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.get(name)
         value = default if value is None else value
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not is_integer or not 1 <= value <= MAX_INTEGER:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_INTEGER:
             self.fail(name, _problem(value, f"an integer from 1 to {MAX_INTEGER}"))
-        return int(value)
+        return value
 
     def optional_integer(self, name: str) -> int | None:
         value = self.get(name)
