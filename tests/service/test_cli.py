@@ -2,16 +2,19 @@
 
 import dataclasses
 import inspect
+import io
 import json
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from prefixcache.config import EngineConfig
 from prefixcache.errors import PrefixCacheError
 from prefixcache_service.cli import app, serve
+from prefixcache_service.cli.stats import as_tables
 from tests.model.checkpoints import default_model_path
 
 PROMPT = "Hello"
@@ -78,6 +81,16 @@ def test_tables_and_trees_are_for_people(run, client):
     assert len(lines) == 3
     assert lines[1].index(parent.sequence_id) < lines[2].index("kept") - 32
     assert "forked at" in lines[2]
+
+
+def test_stats_show_no_times_before_there_are_any(client):
+    client.generate([1, 2, 3], max_tokens=2)
+    stats = client.stats()
+    early = dataclasses.replace(stats, histograms=())
+    for shown, times in ((stats, True), (early, False)):
+        console = Console(width=100, file=io.StringIO())
+        console.print(as_tables(shown))
+        assert ("9 of 10" in console.file.getvalue()) is times
 
 
 def test_chat_and_standard_input(server, client):

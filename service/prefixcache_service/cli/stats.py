@@ -48,8 +48,9 @@ def as_tables(stats: CacheStats) -> RenderableType:
         _prompt_tokens(stats),
         _counts("blocks", stats, _BLOCKS, stats.blocks_total),
         _counts("requests", stats, _COUNTS),
-        _times(stats.histograms),
     ]
+    if any(sum(one.counts) for one in stats.histograms):
+        tables.append(_times(stats.histograms))
     if any(point.hit_rate is not None for point in stats.size_curve):
         tables.insert(1, _size_curve(stats))
     if stats.tenants:
