@@ -20,6 +20,9 @@ from typing import Any, cast
 
 READY_SECONDS = 60.0
 POLL_SECONDS = 0.05
+STRICT = ("--worker-warmup-divert-every", "0", "--worker-warmup-secs", "0")
+"""Always to where most is cached: by default a replica that has little cached gets some all the
+same, so that it fills."""
 NO_HUB = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
 
 

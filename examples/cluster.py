@@ -16,12 +16,12 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._gateway import Gateway, free_port, gateway
+from benchmarks._gateway import STRICT, Gateway, free_port, gateway
 from prefixcache_service import Client
 
 FLAGS = ("--no-http", "--log-level", "error", "--num-threads", "1", "--grace", "5")
 POOL = ("--max-model-len", "2048", "--num-gpu-blocks-override", "512")
-HEALTH = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
+HEALTH = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1", *STRICT)
 ROLES = {
     "museum": "You are the guide of a small museum of seafaring. ",
     "kitchen": "You are a patient cook who explains recipes. ",

@@ -5,9 +5,10 @@ import threading
 import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from prefixcache_service.gateway import kv_events
-from tests.service.conftest import BLOCK_SIZE
+from tests.service.conftest import BLOCK_SIZE, RunningServer
 from tests.service.gateway.calls import GREEDY, PROMPT, generate
 
 
@@ -158,3 +159,15 @@ def test_numbers_that_cannot_be_resumed_behind_are_out_of_range(stub, client, wh
         next(stub.SubscribeKvEvents(behind))
     assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
     assert "0" in caught.value.details()
+
+
+def test_a_server_that_drains_does_not_wait_for_its_gateways(tiny_config):
+    """A subscription has no end of its own: it would take the whole grace, always."""
+    server = RunningServer(tiny_config, grace=600.0).load()
+    with grpc.insecure_channel(server.target) as channel:
+        events = VllmEngineStub(channel).SubscribeKvEvents(common.SubscribeKvEventsRequest())
+        next(events)
+        server.close()  # or this takes longer than it is given
+        with pytest.raises(grpc.RpcError) as caught:
+            list(events)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

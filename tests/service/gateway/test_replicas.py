@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from benchmarks._gateway import free_port, gateway
+from benchmarks._gateway import STRICT, free_port, gateway
 from prefixcache_service import Client
 from tests.service.conftest import BLOCK_SIZE, RunningServer
 from tests.service.gateway.waiting import until
@@ -89,7 +89,7 @@ def test_prompts_go_where_their_beginning_is_cached(replicas):
     with Client(replicas[1], timeout=60) as own:
         own.generate(DOCUMENTS[0], max_tokens=1, **GREEDY)
     with (
-        gateway(replicas) as front,
+        gateway(replicas, *STRICT) as front,
         openai_of(front) as client,
         Served(replicas) as served,
         Client(replicas[0], timeout=60) as own,
@@ -126,7 +126,7 @@ def serve(checkpoint, port):
     )
 
 
-FAST_CHECKS = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
+FAST_CHECKS = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1", *STRICT)
 
 
 @pytest.mark.slow
