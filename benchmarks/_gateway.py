@@ -39,6 +39,15 @@ class Gateway:
         with urllib.request.urlopen(self.url + path, timeout=10) as response:
             return json.load(response)
 
+    def join(self, replica: str) -> None:
+        """Tell it of another replica (host:port)."""
+        post = urllib.request.Request(
+            f"{self.url}/workers",
+            json.dumps({"url": f"grpc://{replica}"}).encode(),
+            {"content-type": "application/json"},
+        )
+        urllib.request.urlopen(post, timeout=10).close()
+
     def workers(self) -> Mapping[str, str]:
         """host:port of each replica it knows, to its status: "ready" where it is used."""
         workers = cast(list[dict[str, Any]], self.get("/workers")["workers"])
