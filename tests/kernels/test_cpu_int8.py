@@ -190,3 +190,16 @@ def test_where_it_is_not_served_it_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         select_kernels(name, torch.device(device), dtype, activation_quantization=mode)
+
+
+@every_kind
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_no_number_shows_in_its_own_row_alone(kind: str, value: float) -> None:
+    layer = _kernels().linear([_weight(kind, 40, 96)], None)
+    x = _rows(9, 96)
+    expected = layer(x)
+    x[3, 50] = value
+    out = layer(x)
+    assert not out[3].isfinite().any()
+    others = [row for row in range(9) if row != 3]
+    assert torch.equal(out[others], expected[others])
