@@ -84,6 +84,7 @@ def test_a_decode_graph_serves_steps_of_any_size_up_to_its_own(tmp_path: Path) -
         torch.testing.assert_close(graph.run(step), served.run(*rows), rtol=0, atol=1e-5)
     changed = (served.cache.keys != before) & ~served.cache.keys.isnan()
     assert changed.flatten(2).any(2)[0].nonzero().flatten().tolist() == [1, 5]
+    assert served.cache.keys[:, 0].isnan().all()  # nor has padding written anywhere before
     with pytest.raises(ValueError, match="token_ids: one for each of at most 3"):
         graph.run(served.step(*[([1], 6, [5])] * 4))
     with pytest.raises(ValueError, match="kernels 'torch' run from no graph"):
