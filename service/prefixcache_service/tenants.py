@@ -7,7 +7,6 @@ nor what was sent in their place are ever logged or put into an error.
 
 import hashlib
 import hmac
-import math
 import re
 import secrets
 import tomllib
@@ -26,6 +25,7 @@ MAX_NAME_CHARS = 64
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _QUOTAS = ("max_sequences", "max_leases", "tokens_per_minute")
+_MOST = 10**12
 
 Owned = (
     engine.Generate
@@ -186,9 +186,9 @@ def entry_for(name: str, token: str) -> str:
 
 def _read(path: Path) -> tuple[_Entry, ...]:
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
         entries = tuple(_entry(name, table) for name, table in tables.items())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: of lists in lists in lists
         raise ConfigurationError(f"tokens file {path}: {error}") from None
     digests = [digest for entry in entries for digest in entry.digests]
     if len(set(digests)) < len(digests):
@@ -235,22 +235,21 @@ def _policy(name: str, given: dict[str, Any]) -> TenantPolicy:
     weight = given.pop("weight", 1.0)
     share = given.pop("pool_share", None)
     quotas: Mapping[str, int | None] = {key: given.pop(key, None) for key in _QUOTAS}
-    if not _is_number(weight) or not 0 < weight <= 1e6:
-        raise ValueError(f"{name}.weight must be above 0 and at most 1e6")
+    if not (_is_number(weight) and 1e-6 <= weight <= 1e6):
+        raise ValueError(f"{name}.weight must be from 1e-6 to 1e6")
     if share is not None and not (_is_number(share) and 0 < share <= 1):
         raise ValueError(f"{name}.pool_share must be above 0 and at most 1")
     for key, value in quotas.items():
         least = 1 if key == "tokens_per_minute" else 0
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"{name}.{key} must be a whole number")
-        if value is not None and value < least:
-            raise ValueError(f"{name}.{key} must be at least {least}")
+        if value is not None and not least <= value <= _MOST:
+            raise ValueError(f"{name}.{key} must be at least {least} and at most {_MOST}")
     return TenantPolicy(name, float(weight), pool_share=share, **quotas)
 
 
 def _is_number(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)  # type: ignore[arg-type]
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _strings(name: str, given: dict[str, Any], key: str) -> list[str]:
