@@ -72,7 +72,7 @@ PROMPTS = Target(
     st.tuples(TEXTS, st.integers(0, 40)),
     prompts,
     few=200,
-    many=4_000,
+    many=2_500,
     load=lambda data: tuple(json.loads(data)),
     dump=lambda one: json.dumps(one).encode(),
 )
