@@ -56,7 +56,7 @@ class Limits:
     )
     cache_salt_chars: int = _limit(256, "characters of a `cache_salt`")
     message_bytes: int = _limit(MAX_MESSAGE_BYTES, "bytes of a request")
-    open_calls: int = _limit(4096, "calls that are open at once, streams above all")
+    open_calls: int = _limit(4096, "calls that are open at once, streams above all", most=1_000_000)
     tenant_calls: int = _limit(1024, "of these, calls of one tenant, over all its connections")
     waiting_events: int = _limit(65_536, "cache events that wait for a watcher who reads slowly")
 

@@ -1,6 +1,6 @@
 """What both ends of a channel must agree on."""
 
-from prefixcache.limits import MAX_MESSAGE_BYTES
+from prefixcache.limits import MAX_MESSAGE_BYTES, Limits
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 50051
@@ -14,11 +14,18 @@ def target_of(server: str) -> str:
     return f"{server}:{DEFAULT_PORT}" if bare else server
 
 
-def server_options(request_bytes: int) -> tuple[tuple[str, int], ...]:
-    """Of a server's channels; request_bytes: the longest request that it takes."""
+def server_options(limits: Limits) -> tuple[tuple[str, int], ...]:
+    """Of a server's channels.
+
+    Calls that come faster than Python takes them wait in gRPC, which resets some above the first
+    number, by chance, and all above the second, without a word. Its own (1,000 and 3,000) are below
+    what may be open: what is too much is to be refused with a status and when to try again.
+    """
     return (
-        ("grpc.max_receive_message_length", request_bytes),
+        ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.server.max_pending_requests", limits.open_calls + 8_000),
+        ("grpc.server.max_pending_requests_hard_limit", limits.open_calls + 12_000),
     )
 
 

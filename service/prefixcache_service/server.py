@@ -109,7 +109,7 @@ class Server:
         self._calls = Calls(self._tenants, config.limits)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._serving = False
-        sizes = server_options(config.limits.message_bytes)
+        sizes = server_options(config.limits)
         options = (*sizes, *_SERVER_OPTIONS, *config.keepalive_options())
         self._grpc = grpc.aio.server(options=options)
         self._dashboard = Dashboard(self._front.call, self._threads, config.access)

@@ -119,7 +119,7 @@ def _error_from_call(error: Any) -> PrefixCacheError:
     if "larger than max" in message:  # gRPC itself says it, before any word of ours
         message = f"{message}; see GetModelInfo.limits['message_bytes'] {flag('message_bytes')}"
     if error.code() is grpc.StatusCode.CANCELLED and message in ("", "CANCELLED"):
-        return Unavailable("the call was reset without a word: the server is stopping")
+        return Unavailable("the call was reset without a word: the server stops, or is flooded")
     return error_from(error.code(), message, error.trailing_metadata() or ())
 
 

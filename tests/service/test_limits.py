@@ -1,9 +1,11 @@
 """What is refused for its size, what a caller who has gone leaves behind, and what others see."""
 
+import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
 
+import grpc
 import pytest
 
 from prefixcache.engine.messages import CacheEvent, Output, TokenLogprobs
@@ -11,7 +13,10 @@ from prefixcache.engine.observer import EngineObserver
 from prefixcache.errors import AlreadyExists, Cancelled, InvalidArgument
 from prefixcache.limits import MAX_MESSAGE_BYTES
 from prefixcache_service import Branch, render
+from prefixcache_service.limits import CLIENT_OPTIONS
 from prefixcache_service.mailbox import Mailbox
+from prefixcache_service.v1 import prefixcache_pb2 as pb
+from prefixcache_service.v1.prefixcache_pb2_grpc import PrefixCacheStub
 
 PROMPT = list(range(10, 40))
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -60,6 +65,24 @@ def test_the_longest_score_fits_into_a_message():
     top = tuple((49_000, -1.0) for _ in range(64))
     message = render.logprobs(TokenLogprobs(49_000, -1.0, top), lambda token: b"eight by")
     assert message.ByteSize() * (500_000 // 65) < MAX_MESSAGE_BYTES
+
+
+# ---------------------------------------------------------------- calls that come at once
+
+
+def test_calls_that_come_faster_than_they_are_taken_are_not_reset(server):
+    """gRPC by itself resets all beyond 3,000, which a client takes for a server that stops."""
+    held = threading.Event()
+    server.loop.call_soon_threadsafe(held.wait, 60)
+    with grpc.insecure_channel(server.target, options=CLIENT_OPTIONS) as channel:
+        stub = PrefixCacheStub(channel)
+        try:
+            calls = [stub.GetModelInfo.future(pb.GetModelInfoRequest()) for _ in range(3_500)]
+            time.sleep(0.5)  # for them to arrive; where they have not, less is tried
+        finally:
+            held.set()
+        codes = Counter(call.code() for call in calls)
+    assert codes == {grpc.StatusCode.OK: 3_500}
 
 
 # ---------------------------------------------------------------- callers who go
