@@ -102,7 +102,8 @@ def _refuse_unsupported(request: Any) -> None:
         raise InvalidArgument(
             "sampling_params.truncate_prompt_tokens", "is not supported: send a shorter prompt"
         )
-    for where, message in (("", request), ("sampling_params.", params)):
+    parts = (("", request), ("tokenized.", request.tokenized), ("sampling_params.", params))
+    for where, message in parts:
         unknown: Any = UnknownFieldSet(message)  # whose stub does not say that it is a sequence
         for field in unknown:
             raise InvalidArgument(

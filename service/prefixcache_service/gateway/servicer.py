@@ -116,8 +116,10 @@ class GatewayServicer:
         async with aclosing(watch) as batches:
             try:
                 first = await anext(batches)
-            except FailedPrecondition as error:
-                raise OutOfRange(f"{error}; a gateway subscribes from 0") from None
+            except FailedPrecondition:  # whose sentence has the engine's numbers
+                raise OutOfRange(
+                    f"event {start} is no longer in the backlog, or still to come: subscribe from 0"
+                ) from None
             for batch in self._numbering.snapshot(first) if first else [_nothing(start)]:
                 yield batch
             async for events in batches:
