@@ -97,6 +97,7 @@ def test_without_a_seat_a_preempted_request_is_the_next_to_get_one(
     engine = make_engine(max_num_seqs=1, num_gpu_blocks_override=64, max_model_len=64)
     driver = Driver(engine)
     driver.start("X", prompt(12), replace(GREEDY, max_tokens=20))
+    driver.start("already waits", prompt(12, seed=9), GREEDY)
     driver.step(4)
     driver.preempt("X")
     driver.start("urgent", prompt(12, seed=1), GREEDY, priority=-1)
