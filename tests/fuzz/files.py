@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prefixcache.errors import ModelError
 from prefixcache.model.loader import load_checkpoint
 from prefixcache.model.safetensors_files import SafetensorsWeights
-from tests.fuzz.mutations import mutated
+from tests.fuzz.mutations import mostly, mutated
 from tests.fuzz.target import Check, Target
 from tests.model.checkpoints import write_checkpoint, write_gguf
 
@@ -116,7 +116,7 @@ WORDS = st.sampled_from(
 @st.composite
 def string(draw: st.DrawFn) -> bytes:
     data = draw(WORDS.map(str.encode) | st.binary(max_size=6))
-    claimed = draw(st.just(len(data)) | st.just(len(data)) | st.just(len(data)) | COUNTS)
+    claimed = draw(mostly(st.just(len(data)), COUNTS))
     return struct.pack("<Q", claimed) + data
 
 
@@ -140,7 +140,7 @@ def _payload(kind: int) -> st.SearchStrategy[bytes]:
 def array(draw: st.DrawFn) -> bytes:
     kind = draw(st.sampled_from([8, 8, 4, 5, 6, 7, 9, 12]) | st.integers(0, 14))
     items = draw(st.lists(_payload(kind), max_size=6))
-    claimed = draw(st.just(len(items)) | st.just(len(items)) | COUNTS)
+    claimed = draw(mostly(st.just(len(items)), COUNTS))
     return struct.pack("<IQ", kind, claimed) + b"".join(items)
 
 
@@ -148,7 +148,7 @@ def array(draw: st.DrawFn) -> bytes:
 def row(draw: st.DrawFn) -> bytes:
     """A row of the tensor table."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 32, 64, 96, 300, 320]) | COUNTS, max_size=5))
-    claimed = draw(st.just(len(sizes)) | st.integers(0, 2**32 - 1))
+    claimed = draw(mostly(st.just(len(sizes)), st.integers(0, 2**32 - 1)))
     name = draw(
         st.sampled_from(["token_embd.weight", "output.weight", "rope_freqs.weight",
                          "blk.0.attn_q.weight", "blk.1.attn_q.bias"]).map(str.encode)
@@ -178,9 +178,8 @@ def gguf_file(draw: st.DrawFn) -> bytes:
     for _ in range(draw(st.integers(0, 2))):
         at = draw(st.integers(0, len(table)))
         table[at : at + draw(st.integers(0, 1))] = [draw(row())]
-    version = draw(st.just(3) | st.just(3) | st.just(3) | st.integers(0, 2**32 - 1))
-    counts = [draw(st.just(len(one)) | st.just(len(one)) | st.just(len(one)) | COUNTS)
-              for one in (table, fields)]  # fmt: skip
+    version = draw(mostly(st.just(3), st.integers(0, 2**32 - 1)))
+    counts = [draw(mostly(st.just(len(one)), COUNTS)) for one in (table, fields)]
     head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(fields + table)
     return head + bytes(-len(head) % 32) + bytes(data)
 

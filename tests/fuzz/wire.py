@@ -22,7 +22,7 @@ from prefixcache.config import EngineConfig
 from prefixcache.errors import NotFound
 from prefixcache_service.calls import SERVICE
 from prefixcache_service.limits import CLIENT_OPTIONS
-from tests.fuzz.mutations import mutated
+from tests.fuzz.mutations import mostly, mutated
 from tests.fuzz.target import Check, Target
 from tests.model.checkpoints import write_checkpoint
 from tests.service.conftest import RunningServer
@@ -44,17 +44,22 @@ _LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "ids": st.integers(0, 299),
     "stop_token_ids": st.integers(0, 299),
     "token_ids": st.integers(0, 299),
-    "max_tokens": st.integers(0, 6),
-    "min_tokens": st.integers(0, 2),
-    "n": st.integers(1, 4),
+    "request_id": st.sampled_from(["", "mine"]),
+    "text": st.text(min_size=1, max_size=8),
+    "stop": st.text(min_size=1, max_size=3),
+    "key": st.integers(0, 299),
+    "early_stopping": st.integers(0, 3),
+    "max_tokens": st.integers(1, 6),
+    "min_tokens": st.just(0),
+    "n": st.sampled_from([1, 1, 4]),
     "num_beams": st.integers(1, 4),
-    "num_return_sequences": st.integers(1, 2),
+    "num_return_sequences": st.just(1),
     "num_beam_groups": st.just(1),
     "top_k": st.integers(-1, 400),
     "logprobs": st.integers(0, 64),
     "prompt_logprobs": st.integers(0, 64),
     "top_logprobs": st.integers(0, 64),
-    "position": st.integers(1, 8),
+    "position": st.integers(1, 5),
     "priority": st.integers(-2, 2),
     "parent_sequence_id": st.just(KEPT),
     "sequence_ids": st.just(KEPT),
@@ -64,6 +69,8 @@ _LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "seconds": st.sampled_from([0.5, 60.0]),
     "diversity_penalty": st.just(0.0),
 }
+_NEEDED = ("max_tokens", "num_beams", "branches", "continuations", "sequence_ids", "seconds",
+           "parent_sequence_id", "role", "ids", "messages", "pin_id")  # fmt: skip
 _RANGES = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
@@ -87,9 +94,9 @@ def _value(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     elif kind == FieldDescriptor.CPPTYPE_BOOL:
         anything = st.booleans()
     else:
-        anything = st.floats(0, 1) | st.floats()
+        anything = mostly(st.floats(0.1, 1), st.floats())
     likely = _LIKELY.get(field.name)
-    return anything if likely is None else likely | likely | likely | anything
+    return anything if likely is None else mostly(likely, anything)
 
 
 def _field(field: FieldDescriptor) -> st.SearchStrategy[Any]:
@@ -99,7 +106,7 @@ def _field(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         return st.dictionaries(key, value, max_size=3)
     if field.is_repeated:
         one = _value(field)
-        return st.lists(one, min_size=1, max_size=8) | st.lists(one, max_size=4)
+        return mostly(st.lists(one, min_size=1, max_size=8), st.just([]))
     return _value(field)
 
 
@@ -107,9 +114,10 @@ def _message(kind: Descriptor) -> st.SearchStrategy[Message]:
     """Any message of a kind; with one member of a oneof, usually."""
     make = message_factory.GetMessageClass(kind)
     fields = {field.name: _field(field) for field in kind.fields}
-    required = {name: fields.pop(name) for name in ("max_tokens", "num_beams") if name in fields}
     oneofs = [[f.name for f in oneof.fields] for oneof in kind.oneofs if len(oneof.fields) > 1]
-    chosen = st.tuples(*(st.sampled_from([*names, None]) for names in oneofs))
+    needed = [*_NEEDED, *(name for names in oneofs for name in names)]
+    required = {name: fields.pop(name) for name in needed if name in fields}
+    chosen = st.tuples(*(st.sampled_from([*names, *names, None]) for names in oneofs))
 
     def build(given: tuple[dict[str, Any], tuple[str | None, ...]]) -> Message:
         values, members = given
@@ -124,7 +132,7 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
     """A method, and the bytes that it is sent."""
     name = draw(st.sampled_from(sorted(METHODS)))
     data = draw(_MESSAGES[name]).SerializeToString()
-    if draw(st.booleans()):
+    if draw(st.sampled_from([True, True, False])):
         return name, data
     other = draw(_MESSAGES[name]).SerializeToString()  # two messages in one are a message too
     return name, draw(mutated(data + other) | mutated(data) | st.binary(max_size=24))
