@@ -30,13 +30,18 @@ class _Output:
 
 
 class Responses:
-    """The messages of one request: chunks and completes, or completes alone."""
+    """The messages of one request: chunks and completes, or completes alone.
+
+    Completes alone come in the order of their indices: a gateway numbers choices as they come.
+    """
 
     def __init__(self, command: engine.Generate, *, stream: bool) -> None:
         self._prompt = command.prompt_token_ids
         self._stream = stream
         self._cached = 0
         self._outputs: defaultdict[int, _Output] = defaultdict(_Output)
+        self._completes: dict[int, Any] = {}
+        self._next = 0
 
     def of(self, event: Progress) -> Iterator[Any]:
         """The messages that an event makes, if any."""
@@ -45,7 +50,8 @@ class Responses:
                 self._cached, event.num_cached_tokens
             )  # of samples, the first has it
         elif isinstance(event, engine.Finished):
-            yield vllm.GenerateResponse(complete=self._complete(event))
+            complete = vllm.GenerateResponse(complete=self._complete(event))
+            yield from [complete] if self._stream else self._in_order(event.index, complete)
         elif self._stream:
             if event.token_ids or event.prompt_logprobs:
                 yield vllm.GenerateResponse(chunk=self._chunk(event))
@@ -54,6 +60,12 @@ class Responses:
             output.token_ids += event.token_ids
             output.logprobs += event.logprobs
             output.prompt_logprobs += event.prompt_logprobs
+
+    def _in_order(self, index: int, complete: Any) -> Iterator[Any]:
+        self._completes[index] = complete
+        while self._next in self._completes:
+            yield self._completes.pop(self._next)
+            self._next += 1
 
     def _chunk(self, event: engine.Output) -> Any:
         return vllm.GenerateStreamChunk(

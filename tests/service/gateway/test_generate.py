@@ -20,6 +20,17 @@ def test_without_streaming_only_completes_come(stub, client):
     assert complete.cached_tokens == 29  # all but the last, which is always run
 
 
+def test_completes_alone_come_in_the_order_of_their_indices(stub, client):
+    """A gateway numbers the choices of a chat as they come."""
+    settings = {"max_tokens": 20, "n": 3, "seed": 11, "ignore_eos": True}
+    own = client.generate(PROMPT, **settings)
+    early = next(t for t in own.outputs[1].token_ids if t not in own.outputs[0].token_ids)
+    answer = generate(stub, stop_token_ids=[early], **settings)
+    assert list(answer.completes) == [0, 1, 2]
+    assert answer.completes[1].completion_tokens < 20
+    assert tuple(answer.completes[0].output_ids) == own.outputs[0].token_ids
+
+
 def test_streamed_deltas_join_to_the_tokens_and_each_index_ends_with_a_complete(stub, client):
     own = client.generate(PROMPT, max_tokens=9, n=3, seed=11, ignore_eos=True)
     answer = generate(stub, max_tokens=9, n=3, seed=11, ignore_eos=True, stream=True)

@@ -59,6 +59,26 @@ def test_a_chat_gives_what_our_own_api_gives(openai_client, client):
     assert cached(usage) == usage.prompt_tokens - 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_keep_their_index_whichever_ends_first(openai_client, client, stream):
+    settings = {"max_tokens": 20, "n": 3, "seed": 7}
+    first, second, _ = own_chat(client, **settings).outputs
+    stop = next(letter for letter in second.text if letter not in first.text)
+    own = own_chat(client, stop=[stop], **settings)
+    assert own.outputs[1].finish_reason == "stop" != own.outputs[0].finish_reason
+    reply = openai_client.chat.completions.create(
+        model=MODEL, messages=CHAT, stop=[stop], stream=stream, **settings
+    )
+    texts, reasons = [""] * 3, [None] * 3
+    for part in reply if stream else [reply]:
+        for choice in part.choices:
+            said = choice.delta if stream else choice.message
+            texts[choice.index] += said.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert [text.rstrip("\ufffd") for text in texts] == [text_of(o) for o in own.outputs]
+    assert reasons == [output.finish_reason for output in own.outputs]
+
+
 def test_a_streamed_chat_joins_to_the_whole_one(openai_client, client):
     own = own_chat(client, max_tokens=12, n=2, seed=7)
     texts, reasons, usage = ["", ""], [None, None], None
