@@ -134,6 +134,11 @@ def test_namespaces_share_nothing(manager: BlockManager) -> None:
         namespace_key(model=b"m", adapter="a", salt="bc"),
         namespace_key(model=b"mA"),
         namespace_key(model=b"m", private=1),
+        # Each pair would be the same bytes but for the lengths: tags alone do not part fields.
+        namespace_key(model=b"m", adapter="aTb"),
+        namespace_key(model=b"m", adapter="a", tenant="bT"),
+        namespace_key(model=b"m", tenant="aSx"),
+        namespace_key(model=b"m", tenant="a", salt="xS"),
     ]
     for key in keys:
         assert cached(manager, first(8), key) == 0
@@ -495,11 +500,16 @@ def test_a_block_has_one_state_at_a_time(manager: BlockManager) -> None:
         counts = manager.num_free + manager.num_evictable + manager.num_in_use
         assert counts == 32
     assert manager.num_in_use == 5
+    leases = [manager.lease(table, 9) for table in forks]
     for table in forks:
         manager.release(table)
         assert manager.num_free + manager.num_evictable + manager.num_in_use == 32
-    assert manager.num_evictable == 2
-    assert manager.num_in_use == 0
+        check_integrity(manager)
+    assert (manager.num_evictable, manager.num_in_use) == (5, 0)
+    for lease in leases:
+        manager.end_lease(lease)
+        check_integrity(manager)
+    assert (manager.num_free, manager.num_evictable, manager.num_in_use) == (30, 2, 0)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -347,6 +347,7 @@ def test_se_02_the_seed_of_the_digests_is_secret_by_default(make_engine: MakeEng
 def test_pc_05_fields_of_a_namespace_cannot_stand_for_one_another(make_engine: MakeEngine) -> None:
     """PC-05: adapter 'x' and salt 'x'; adapter and salt 'ab', 'c' and 'a', 'bc'."""
     names = [("x", ""), ("", "x"), ("ab", "c"), ("a", "bc"), ("", ""), ("abc", ""), ("", "abc")]
+    names += [("aTSb", ""), ("a", "bTS")]  # which hold the tags that part the fields
     keys = [namespace_key(model=b"m", adapter=adapter, salt=salt) for adapter, salt in names]
     keys.append(namespace_key(model=b"mA", adapter="", salt=""))
     assert len(set(keys)) == len(keys)

@@ -111,6 +111,8 @@ def test_tenant_and_salt_cannot_be_joined_into_one_another(asks: Asks) -> None:
     assert asks.generate("r", "abc").num_cached_tokens == 0
     assert asks.generate("r", "", cache_salt="abc").num_cached_tokens == 0
     assert asks.generate("r", "ab", cache_salt="c").num_cached_tokens == 23
+    asks.generate("r", "aSx")  # a tag in a name parts nothing
+    assert asks.generate("r", "a", cache_salt="xS").num_cached_tokens == 0
 
 
 def test_a_request_does_not_wait_for_another_tenants_blocks(make_engine: MakeEngine) -> None:
