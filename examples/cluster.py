@@ -167,8 +167,8 @@ def show(tour: Tour) -> None:
     victim.kill()
     tour.alive.remove(victim.name)
     for question in QUESTIONS[:2]:
-        name, _ = tour.ask("museum", question)
-        require(name != victim.name, "a dead replica cannot answer")
+        homes["museum"], _ = tour.ask("museum", question)
+        require(homes["museum"] != victim.name, "a dead replica cannot answer")
 
     tour.event(f"{victim.name} is started again, and a prompt is put into it")
     victim.start()
@@ -177,10 +177,12 @@ def show(tour: Tour) -> None:
     tour.alive.add(victim.name)
     with Client(victim.target, timeout=60) as client:
         client.generate(chat(NEWCOMER, QUESTIONS[0]), max_tokens=0)
-    for role in (NEWCOMER, *ROLES):
-        name, reused = tour.ask(role, "What is new?")
-        require(reused > 0, f"nothing was reused for {role}")
-        require(role != NEWCOMER or name == victim.name, f"{victim.name} is passed over")
+    name, reused = tour.ask(NEWCOMER, "What is new?")
+    require(name == victim.name and reused > 0, f"{victim.name} is passed over")
+    for role in ROLES:
+        _, reused = tour.ask(role, "What is new?")
+        lost = homes[role] == victim.name
+        require(lost or reused > 0, f"nothing was reused for {role}")
 
 
 def main() -> None:
