@@ -196,6 +196,7 @@ def test_events_are_for_the_operator(server, alice):
 
 
 def test_figures_are_a_tenants_own(server, alice, bob):
+    """SE-03: nor do they move with what another does."""
     before, others = alice.stats(), bob.stats()
     bob.generate(PROMPT, max_tokens=5, ignore_eos=True)
     assert alice.stats() == before
@@ -382,7 +383,7 @@ def told_apart(seconds, kind):
 
 @pytest.mark.parametrize("pairs", [30, pytest.param(100, marks=pytest.mark.slow)])
 def test_time_does_not_tell_what_another_tenant_has_cached(pairs, server):
-    """The same test that sees bob's own hits (p < 0.01) does not see alice's (p > 0.001).
+    """SE-03: the same test that sees bob's own hits (p < 0.01) does not see alice's (p > 0.001).
 
     Chance alone gives such a p once in a thousand runs, and a machine that is busy otherwise may
     hide bob's own hits for a moment; a leak shows each time. So there are three runs to pass.
