@@ -127,7 +127,7 @@ def test_the_figures_are_those_of_get_cache_stats(open_page, filled):
     expect(page.locator("[role=treeitem]").first).to_be_visible()
     stats = filled.stats()
     assert page.inner_text("#hit-rate") == f"{100 * stats.hit_rate:.1f} %"
-    assert page.inner_text("#saved") == str(stats.cached_tokens + stats.forked_tokens)
+    assert page.inner_text("#saved") == f"{stats.cached_tokens + stats.forked_tokens:,}"
     assert f"of {stats.blocks_total} blocks" in page.inner_text("#pool-sub")
     assert page.inner_text("#sequences-sub") == "0 waiting · 3 kept"
     missed = page.locator("#misses .name b").all_inner_texts()

@@ -69,6 +69,9 @@ def test_a_caller_who_leaves_during_a_write_is_no_fault_of_the_server(monkeypatc
     class Gone:
         code = None
 
+        def invocation_metadata(self):
+            return ()
+
         async def write(self, message, /):
             raise grpc.aio.InternalError("failed to execute a batch")
 

