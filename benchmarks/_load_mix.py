@@ -106,14 +106,19 @@ def ids(draw: random.Random, count: int) -> Tokens:
 
 
 async def run_session(session: Session, target: Target, calls: list[Call]) -> None:
-    """Live through one session; a call that is refused or fails ends it."""
+    """Live through one session, and add its calls; one that is refused or fails ends it."""
+    own: list[Call] = []
     try:
         if session.kind == "fork":
-            await _fork(session, target, calls)
+            await _fork(session, target, own)
         else:
-            await _talk(session, target, calls)
+            await _talk(session, target, own)
     except Refused as refusal:
-        calls[-1].error = str(refusal)
+        for call in own:
+            if not call.last or call is own[-1]:
+                call.error = str(refusal)
+    finally:
+        calls += own
 
 
 async def _talk(session: Session, target: Target, calls: list[Call]) -> None:
