@@ -19,7 +19,7 @@ from prefixcache.errors import ModelError
 from prefixcache.model.loader import load_checkpoint
 from prefixcache.model.safetensors_files import SafetensorsWeights
 from tests.fuzz.mutations import mostly, mutated
-from tests.fuzz.target import Check, Target
+from tests.fuzz.target import Check, Target, dump_named, load_named
 from tests.model.checkpoints import write_checkpoint, write_gguf
 
 MEMORY = 1 << 26
@@ -333,17 +333,12 @@ def json_reader() -> Iterator[Check]:
         yield check
 
 
-def _load_json(data: bytes) -> tuple[str, bytes]:
-    name, _, content = data.partition(b"\n")
-    return name.decode(), content
-
-
 CONFIGURATION = Target(
     "configuration",
     json_file(),
     json_reader,
     few=80,
     many=1_500,
-    load=_load_json,
-    dump=lambda one: one[0].encode() + b"\n" + one[1],
+    load=load_named,
+    dump=dump_named,
 )

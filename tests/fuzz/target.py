@@ -20,6 +20,17 @@ SECONDS = 60
 Check = Callable[[Any], None]
 
 
+def load_named(data: bytes) -> tuple[str, bytes]:
+    """A name and what belongs to it: in a file of the corpus, the first line and the rest."""
+    name, _, content = data.partition(b"\n")
+    return name.decode(), content
+
+
+def dump_named(one: tuple[str, bytes]) -> bytes:
+    """The file that `load_named` reads."""
+    return one[0].encode() + b"\n" + one[1]
+
+
 @dataclass(frozen=True)
 class Target:
     """Something that strangers give inputs to.

@@ -23,7 +23,7 @@ from prefixcache.errors import NotFound
 from prefixcache_service.calls import SERVICE
 from prefixcache_service.limits import CLIENT_OPTIONS
 from tests.fuzz.mutations import mostly, mutated
-from tests.fuzz.target import Check, Target
+from tests.fuzz.target import Check, Target, dump_named, load_named
 from tests.model.checkpoints import write_checkpoint
 from tests.service.conftest import RunningServer
 
@@ -224,17 +224,12 @@ def is_path(path: str, kind: Descriptor) -> bool:
     return not rest or (field.message_type is not None and is_path(rest, field.message_type))
 
 
-def _load(data: bytes) -> tuple[str, bytes]:
-    name, _, message = data.partition(b"\n")
-    return name.decode(), message
-
-
 WIRE = Target(
     "wire",
     requests(),
     served,
     few=100,
     many=700,
-    load=_load,
-    dump=lambda one: one[0].encode() + b"\n" + one[1],
+    load=load_named,
+    dump=dump_named,
 )
